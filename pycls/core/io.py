@@ -1,0 +1,60 @@
+"""Files: paths local and remote (iopath), downloads with a cache, and writes that are whole or absent."""
+
+import os
+import tempfile
+from contextlib import contextmanager
+from typing import BinaryIO, Iterator
+
+from iopath.common.file_io import PathManager, PathManagerFactory
+
+# The path manager that all file access goes through; plug-ins may register handlers on it.
+pathmgr: PathManager = PathManagerFactory.get()
+
+
+def default_cache_dir() -> str:
+    """The folder for downloads: pycls in the user's cache folder (XDG_CACHE_HOME when set)."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "pycls")
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` names something to download."""
+    return path.startswith(("http://", "https://"))
+
+
+@contextmanager
+def atomic_write(path: str) -> Iterator[BinaryIO]:
+    """Opens a temporary file beside `path` that replaces it only once all is written and on disk.
+
+    Whatever happens, `path` holds either its old bytes or the new ones, never a part.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    handle, temporary = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", suffix=".tmp", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+        _sync_folder(folder)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+
+
+def _umask() -> int:
+    # mkstemp makes files that only their owner may read; a checkpoint is as readable as any other output.
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: str) -> None:
+    """Makes a rename durable: the new name is in the folder's own data."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
