@@ -1,0 +1,308 @@
+"""Processes: which device and rank this one is, starting the others, and the few collectives we need.
+
+A program is a function `main()` that runs once per rank. `run(main)` decides who starts the ranks:
+nobody (one process), this process (NUM_GPUS local ones), or a launcher such as torchrun.
+The number of processes always comes from the config; left-over SLURM variables change nothing.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import warnings
+from datetime import timedelta
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from pycls.core.config import cfg
+from pycls.core.errors import UserError
+
+# A rank that waits longer than this in a collective reports it and ends, instead of hanging for ever.
+TIMEOUT = timedelta(minutes=30)
+
+
+def get_rank() -> int:
+    """Rank of this process, 0 when there is only one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Number of processes."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def is_master_proc() -> bool:
+    """Whether this process writes the files (rank 0)."""
+    return get_rank() == 0
+
+
+def device_type() -> str:
+    """'cuda' or 'cpu', as DEVICE says.
+
+    Raises:
+        UserError: DEVICE is cuda and there is none.
+    """
+    if cfg.DEVICE == "cuda" and not torch.cuda.is_available():
+        raise UserError("DEVICE: cuda was asked for, but torch sees no CUDA device here; use DEVICE cpu or DEVICE auto")
+    if cfg.DEVICE == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return cfg.DEVICE
+
+
+def get_device() -> torch.device:
+    """The device of this process."""
+    kind = device_type()
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+
+
+def started_by_launcher() -> bool:
+    """Whether torchrun (or an equivalent) started this process and set the rendezvous variables."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def check_process_count() -> None:
+    """Refuses more local processes than this machine has devices for.
+
+    Raises:
+        UserError: says what there is and what to type.
+    """
+    wanted, kind = cfg.NUM_GPUS, device_type()
+    if started_by_launcher():
+        if int(os.environ["WORLD_SIZE"]) != wanted:
+            raise UserError(
+                f"NUM_GPUS: {wanted}, but the launcher started {os.environ['WORLD_SIZE']} processes; "
+                f"add NUM_GPUS {os.environ['WORLD_SIZE']}"
+            )
+        return
+    if wanted > cfg.MAX_GPUS_PER_NODE:
+        raise UserError(
+            f"NUM_GPUS: {wanted} is more than MAX_GPUS_PER_NODE {cfg.MAX_GPUS_PER_NODE}; "
+            "start several machines with a launcher, or type a smaller NUM_GPUS"
+        )
+    if kind == "cuda" and wanted > torch.cuda.device_count():
+        raise UserError(
+            f"NUM_GPUS: {wanted} processes asked for, but this machine has {torch.cuda.device_count()} GPU(s); "
+            f"add NUM_GPUS {torch.cuda.device_count()} (batch sizes are global and stay as they are)"
+        )
+    if kind == "cpu" and cfg.DEVICE != "cpu" and wanted > (os.cpu_count() or 1):
+        raise UserError(
+            f"NUM_GPUS: {wanted} processes asked for, but this machine has no GPU and {os.cpu_count()} CPU cores; "
+            "add NUM_GPUS 1 (batch sizes are global and stay as they are), or DEVICE cpu to insist"
+        )
+
+
+def run(main: Callable[[], Any]) -> Any:
+    """Runs `main` once per rank of the config and returns what rank 0's returned (None if in children)."""
+    check_process_count()
+    if started_by_launcher():
+        return _as_rank(main, None)
+    if cfg.NUM_GPUS == 1:
+        if device_type() == "cuda":
+            torch.cuda.set_device(0)
+        return main()
+    return multi_proc_run(cfg.NUM_GPUS, main)
+
+
+# ------------------------------------------------------------------ process group
+
+
+def _backend() -> str:
+    kind = device_type()
+    if cfg.DIST_BACKEND == "auto":
+        return "nccl" if kind == "cuda" else "gloo"
+    if cfg.DIST_BACKEND == "nccl" and kind == "cpu":
+        warnings.warn("DIST_BACKEND nccl needs GPUs; gloo is used on the CPU", stacklevel=2)
+        return "gloo"
+    return cfg.DIST_BACKEND
+
+
+def init_process_group(rank: int, world_size: int, local_rank: int, local_size: int, store=None) -> None:
+    """Joins the process group, and takes this rank's device or its share of the CPU cores."""
+    if device_type() == "cuda":
+        torch.cuda.set_device(local_rank)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
+    where = {"store": store} if store is not None else {"init_method": "env://"}
+    dist.init_process_group(_backend(), rank=rank, world_size=world_size, timeout=TIMEOUT, **where)
+
+
+def destroy_process_group() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _as_rank(main: Callable[[], Any], store) -> Any:
+    """Runs `main` as one rank of a launcher's job."""
+    env = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]))
+    init_process_group(env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], local_size, store)
+    try:
+        return main()
+    finally:
+        destroy_process_group()
+
+
+# ----------------------------------------------------------------- local processes
+
+
+class RankFailed(RuntimeError):
+    """A child process ended badly; `code` is the exit code that the parent passes on."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
+def multi_proc_run(num_proc: int, fun: Callable, fun_args: Tuple = (), fun_kwargs: Optional[Dict] = None) -> None:
+    """Runs `fun` in `num_proc` new processes that form one group; returns when all have ended.
+
+    The parent serves the rendezvous on a port that the system picks, so that no port is guessed. If one rank
+    fails, the others are ended. The function and its arguments must pickle.
+
+    Raises:
+        RankFailed: names the rank that failed first.
+    """
+    # Before anything starts: a free port from the system, served by the parent for as long as the ranks live.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    context = mp.get_context("spawn")
+    state = (cfg.dump(), [p for p in PLUGINS], os.getpid())
+    processes = [
+        context.Process(target=_child, args=(rank, num_proc, store.port, state, fun, fun_args, fun_kwargs or {}))
+        for rank in range(num_proc)
+    ]
+    forward = _forward_signals(processes)
+    try:
+        for process in processes:
+            process.start()
+        _wait(processes)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        for process in processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for number, handler in forward.items():
+            signal.signal(number, handler)
+
+
+# Plug-in files and modules given on the command line; child processes import them too.
+PLUGINS: List[str] = []
+
+
+def _forward_signals(processes) -> Dict[int, Any]:
+    """Passes SIGTERM and SIGINT on to the ranks, which save and end; returns the former handlers."""
+
+    def forward(number, frame):
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGTERM)
+
+    try:
+        return {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:
+        # Not the main thread (a notebook): signals stay with whoever owns them.
+        return {}
+
+
+def _wait(processes) -> None:
+    """Waits for all; at the first failure, gives the others a moment to end by themselves and reports it once."""
+    waiting = dict(enumerate(processes))
+    failed: Optional[Tuple[int, int]] = None
+    patience = None
+    while waiting:
+        ready = mp.connection.wait([p.sentinel for p in waiting.values()], timeout=patience)
+        if not ready:
+            break
+        for rank in [r for r, p in waiting.items() if p.sentinel in ready]:
+            process = waiting.pop(rank)
+            process.join()
+            if process.exitcode != 0 and failed is None:
+                failed = (rank, process.exitcode)
+                patience = 5
+    if failed:
+        rank, code = failed
+        if code < 0:
+            name = signal.Signals(-code).name
+            raise RankFailed(f"rank {rank} was killed by {name}; the other ranks were ended", 1)
+        raise RankFailed(f"rank {rank} ended with exit code {code}; the other ranks were ended", code)
+
+
+def _child(rank, world_size, port, state, fun, fun_args, fun_kwargs) -> None:
+    """Entry of a local rank."""
+    from pycls.core.cli import guarded, load_plugins
+
+    text, plugins, parent = state
+    _die_with(parent)
+    # The terminal's Ctrl-C reaches the whole group, and the parent forwards it: one of the two is enough.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def body():
+        load_plugins(plugins)
+        cfg.defrost()
+        cfg.merge_from_text(text, "config of the parent process")
+        cfg.freeze()
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+        init_process_group(rank, world_size, rank, world_size, store)
+        try:
+            fun(*fun_args, **fun_kwargs)
+        finally:
+            destroy_process_group()
+
+    sys.exit(guarded(body, rank))
+
+
+def _die_with(parent: int) -> None:
+    """Asks Linux to kill this process when its parent dies, so that no orphan goes on writing."""
+    if sys.platform.startswith("linux"):
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit(1)
+
+
+# -------------------------------------------------------------------- collectives
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums `tensor` over all processes in place and returns it."""
+    if get_world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def scaled_all_reduce(tensors: List[torch.Tensor]) -> List[torch.Tensor]:
+    """Averages each tensor over all processes in place (PyCls's name) and returns the list."""
+    for tensor in tensors:
+        all_reduce_sum(tensor).div_(get_world_size())
+    return tensors
+
+
+def broadcast_object(value: Any) -> Any:
+    """Returns rank 0's `value` on every rank."""
+    if get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=get_device())
+    return box[0]
+
+
+def gather_objects(value: Any) -> List[Any]:
+    """Returns the list of all ranks' values, on every rank."""
+    if get_world_size() == 1:
+        return [value]
+    values: List[Any] = [None] * get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier() -> None:
+    """Waits until every rank is here."""
+    if get_world_size() > 1:
+        dist.barrier()

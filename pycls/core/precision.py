@@ -1,0 +1,164 @@
+"""Arithmetic: one policy object that says in which dtype to compute and how to step.
+
+Nothing else in the program asks about dtypes. The modes:
+
+    fp32      plain                          tf32      fp32 storage, TF32 matrix products on CUDA
+    amp_fp16  autocast, dynamic loss scale   amp_bf16  autocast, no loss scale needed
+    fp16      16-bit weights and activations, fp32 master weights, dynamic loss scale
+    bf16      the same without a loss scale
+"""
+
+import contextlib
+from typing import Callable, Dict, List, Optional
+
+import torch
+from torch import nn
+
+from pycls.core import distributed as dist
+from pycls.core.config import cfg
+
+_DTYPES = {"fp32": None, "tf32": None, "amp_fp16": torch.float16, "amp_bf16": torch.bfloat16,
+           "fp16": torch.float16, "bf16": torch.bfloat16}  # fmt: skip
+
+
+def mode_of_config() -> str:
+    """The mode that is in force: PRECISION.MODE, or what TRAIN.MIXED_PRECISION stands for on this device."""
+    if cfg.PRECISION.MODE:
+        return cfg.PRECISION.MODE
+    if not cfg.TRAIN.MIXED_PRECISION:
+        return "fp32"
+    return "amp_fp16" if dist.device_type() == "cuda" else "amp_bf16"
+
+
+class Precision:
+    """The policy of one run. In order: `cast` the model, build the optimizer, `attach` it, then per step
+    `autocast` around the forward pass, `backward` and `step`."""
+
+    def __init__(self, mode: Optional[str] = None, device: Optional[torch.device] = None):
+        self.mode = mode or mode_of_config()
+        self.device = device or dist.get_device()
+        self.dtype = _DTYPES[self.mode]
+        self.pure = self.mode in ("fp16", "bf16")
+        scaling = self.dtype is torch.float16
+        self.scaler = torch.amp.GradScaler(
+            self.device.type,
+            init_scale=cfg.PRECISION.LOSS_SCALE,
+            growth_interval=cfg.PRECISION.GROWTH_INTERVAL,
+            enabled=scaling,
+        )
+        self.master = _NoMaster()
+        if self.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = self.mode == "tf32"
+            torch.backends.cudnn.allow_tf32 = self.mode == "tf32"
+
+    def cast(self, model: nn.Module) -> nn.Module:
+        """Gives the model its storage dtype (16 bit in the pure modes, norms excepted with NORM_FP32)."""
+        if self.pure:
+            model.to(self.dtype)
+            if cfg.PRECISION.NORM_FP32:
+                _keep_norms_fp32(model, self.dtype)
+        return model
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes `optimizer` step fp32 master weights in the pure modes (call before its first step)."""
+        if self.pure:
+            self.master = _Master(optimizer)
+
+    def inputs(self, images: torch.Tensor) -> torch.Tensor:
+        """Gives images the dtype that the model's first layer expects."""
+        return images.to(self.dtype) if self.pure else images
+
+    def autocast(self):
+        """Context of the forward pass and the loss."""
+        if self.dtype is None or self.pure:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagates the (scaled) loss."""
+        self.scaler.scale(loss).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[List[torch.Tensor]], None]) -> None:
+        """Unscales the gradients, clips the true ones, and steps unless any is not finite under a loss scale."""
+        self.master.take_gradients()
+        if cfg.OPTIM.GRAD_CLIP > 0:
+            self.scaler.unscale_(optimizer)
+            clip([p for group in optimizer.param_groups for p in group["params"]])
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self.master.give_weights()
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drops the gradients of the last step."""
+        optimizer.zero_grad(set_to_none=True)
+        self.master.zero_grad()
+
+    def state_dict(self) -> Dict:
+        """Loss scale and growth counter; empty when the mode has no loss scale."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: Dict) -> None:
+        """Takes up a saved loss scale; a state from a mode without one changes nothing."""
+        if self.scaler.is_enabled() and state:
+            self.scaler.load_state_dict(state)
+
+
+def _keep_norms_fp32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Stores norms in fp32 and casts around them, since statistics in 16 bit lose too much."""
+    norms = (nn.LayerNorm, nn.modules.batchnorm._BatchNorm)
+    for module in model.modules():
+        if isinstance(module, norms):
+            module.float()
+            module.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
+            module.register_forward_hook(lambda _, args, output: output.to(dtype))
+
+
+class _NoMaster:
+    """The optimizer steps the model's own weights."""
+
+    def take_gradients(self):
+        """Nothing to move."""
+
+    def give_weights(self):
+        """Nothing to move."""
+
+    def zero_grad(self):
+        """The optimizer's own gradients are all there are."""
+
+
+class _Master:
+    """fp32 copies of 16-bit weights, which the optimizer steps in their place.
+
+    An update far smaller than a weight would vanish in 16-bit addition; the copy keeps it. All moves are
+    multi-tensor kernels.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.weights: List[torch.Tensor] = []
+        self.copies: List[torch.Tensor] = []
+        for group in optimizer.param_groups:
+            group["params"] = [self._copy_of(p) for p in group["params"]]
+
+    def _copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter.dtype is torch.float32:
+            return parameter
+        copy = nn.Parameter(parameter.detach().float())
+        self.weights.append(parameter)
+        self.copies.append(copy)
+        return copy
+
+    def take_gradients(self) -> None:
+        """Moves the gradients to the copies."""
+        for weight, copy in zip(self.weights, self.copies):
+            copy.grad = None if weight.grad is None else weight.grad.float()
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Rounds the copies into the model."""
+        if self.weights:
+            torch._foreach_copy_(self.weights, self.copies)
+
+    def zero_grad(self) -> None:
+        """Drops the 16-bit gradients (the optimizer drops those of the copies)."""
+        for weight in self.weights:
+            weight.grad = None
