@@ -169,7 +169,7 @@ def multi_proc_run(num_proc: int, fun: Callable, fun_args: Tuple = (), fun_kwarg
     # Before anything starts: a free port from the system, served by the parent for as long as the ranks live.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     context = mp.get_context("spawn")
-    state = (cfg.dump(), [p for p in PLUGINS], os.getpid())
+    state = (cfg.dump(), list(PLUGINS), os.getpid())
     processes = [
         context.Process(target=_child, args=(rank, num_proc, store.port, state, fun, fun_args, fun_kwargs or {}))
         for rank in range(num_proc)
@@ -240,22 +240,27 @@ def _child(rank, world_size, port, state, fun, fun_args, fun_kwargs) -> None:
 
     text, plugins, parent = state
     _die_with(parent)
-    # The terminal's Ctrl-C reaches the whole group, and the parent forwards it: one of the two is enough.
+    # Ctrl-C reaches every process of the terminal; the parent passes it on, once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
 
     def body():
         load_plugins(plugins)
         cfg.defrost()
         cfg.merge_from_text(text, "config of the parent process")
         cfg.freeze()
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
         init_process_group(rank, world_size, rank, world_size, store)
         try:
             fun(*fun_args, **fun_kwargs)
         finally:
             destroy_process_group()
 
-    sys.exit(guarded(body, rank))
+    # When one rank fails the others fail too, waiting for it: only the first speaks.
+    code = guarded(body, speak=lambda: store.add("failures", 1) == 1, name=f"rank {rank}: ")
+    # Not sys.exit: with a peer gone, the group's threads would be waited for.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _die_with(parent: int) -> None:
@@ -282,6 +287,11 @@ def scaled_all_reduce(tensors: List[torch.Tensor]) -> List[torch.Tensor]:
     for tensor in tensors:
         all_reduce_sum(tensor).div_(get_world_size())
     return tensors
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is true on any process."""
+    return flag if get_world_size() == 1 else any(gather_objects(flag))
 
 
 def broadcast_object(value: Any) -> Any:

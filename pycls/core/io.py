@@ -58,3 +58,21 @@ def _sync_folder(folder: str) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def cache_url(path: str, cache_dir: str = "") -> str:
+    """Returns a local file for `path`: itself, or the downloaded copy of a URL.
+
+    A download is made by whoever comes first, to a temporary name, checked for its full length and renamed;
+    other processes wait for it. A file already in the cache opens no connection.
+
+    Args:
+        cache_dir: folder for downloads ('': pycls in the user's cache folder).
+    Raises:
+        UserError: the download failed; says which file to put where by hand.
+    """
+    if not is_url(path):
+        return path
+    from pycls.core.download import fetch
+
+    return fetch(path, cache_dir or default_cache_dir())

@@ -64,12 +64,14 @@ class Precision:
         if self.pure:
             self.master = _Master(optimizer)
 
-    def inputs(self, images: torch.Tensor) -> torch.Tensor:
-        """Gives images the dtype that the model's first layer expects."""
-        return images.to(self.dtype) if self.pure else images
+    def forward(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        """Runs `model` on images (batch, channels, height, width); logits come back in at least fp32 for the loss."""
+        with self.autocast():
+            logits = model(images.to(self.dtype) if self.pure else images)
+        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
     def autocast(self):
-        """Context of the forward pass and the loss."""
+        """Context in which the forward pass computes."""
         if self.dtype is None or self.pure:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)

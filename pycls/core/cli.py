@@ -1,0 +1,220 @@
+"""The command line: `pycls` and `tools/run_net.py` are both `main()`."""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+import warnings
+from typing import Callable, List, Optional
+
+from pycls.core import config
+from pycls.core.config import cfg
+from pycls.core.errors import UserError, nearest
+from pycls.core.options import OPTIONS
+
+_EPILOG = """\
+modes:
+  info    the model, its flops, parameters and activations, and how it would run here
+  train   train, or go on training, in OUT_DIR
+  test    test error of the checkpoint TEST.WEIGHTS
+  time    how fast the model trains and tests here, and whether the data keep up
+  scale   scale the model by MODEL.SCALING_TYPE and MODEL.SCALING_FACTOR; prints the scaled config
+
+examples:
+  run_net.py --mode info  --cfg configs/quickstart/vit_digits.yaml
+  run_net.py --mode train --cfg configs/quickstart/vit_digits.yaml OUT_DIR runs/a OPTIM.BASE_LR 1e-3
+  run_net.py --mode test  --cfg configs/quickstart/vit_digits.yaml TEST.WEIGHTS runs/a/model.pyth
+  run_net.py --mode time  --cfg configs/quickstart/vit_digits.yaml PREC_TIME.NUM_ITER 50
+  run_net.py --mode train --plugin my_model.py --cfg my_config.yaml MODEL.TYPE my_model
+  run_net.py --list-keys OPTIM
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a mistake with one line instead of the whole usage."""
+
+    def error(self, message):
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    # Abbreviated flags would make a typo in a flag mean something.
+    parser = _Parser(
+        description="Train, test and time image classifiers.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--mode", help="info, train, test, time or scale")
+    parser.add_argument("--cfg", dest="cfg_file", metavar="FILE", help="YAML config")
+    parser.add_argument("--plugin", action="append", default=[], metavar="FILE_OR_MODULE",
+                        help="Python code that registers models, losses or data sets; may be repeated")  # fmt: skip
+    parser.add_argument("--list-keys", nargs="?", const="", metavar="PREFIX", help="print the config keys and their meaning")
+    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides")
+    return parser
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Runs the command line; returns the exit code: 0, 2 for a user's mistake, 128 + 15 when stopped by a signal."""
+    return guarded(lambda: _main(argv))
+
+
+def _main(argv: Optional[List[str]]) -> None:
+    args = _parser().parse_args(argv)
+    if args.list_keys is not None:
+        list_keys(args.list_keys)
+        return
+    modes = {"info": _info, "train": _train, "test": _test, "time": _time, "scale": _scale}
+    if args.mode not in modes:
+        problem = f"unknown mode {args.mode!r}{nearest(args.mode, modes)}" if args.mode else "which mode?"
+        raise UserError(f"--mode: {problem}; allowed: {', '.join(modes)} (see --help)")
+    if not args.cfg_file:
+        raise UserError("--cfg: which config? Give a YAML file, e.g. --cfg configs/quickstart/vit_digits.yaml")
+    load_plugins(args.plugin)
+    config.load_cfg(args.cfg_file)
+    cfg.merge_from_list(args.opts)
+    if not cfg.OUT_DIR:
+        cfg.OUT_DIR = os.path.join("output", os.path.splitext(os.path.basename(args.cfg_file))[0])
+    config.assert_and_infer_cfg(cache_urls=args.mode in ("train", "test"))
+    if args.mode != "scale":
+        cfg.freeze()
+    modes[args.mode]()
+
+
+def guarded(body: Callable[[], None], speak: Callable[[], bool] = lambda: True, name: str = "") -> int:
+    """Runs `body`; returns its exit code, having said in one line what a user can mend.
+
+    Args:
+        speak: asked before anything is printed. name: put before messages, e.g. the rank.
+    """
+    from pycls.core.distributed import RankFailed
+    from pycls.core.interrupt import Interrupted
+
+    warnings.showwarning = _show_warning
+    try:
+        body()
+        return 0
+    except UserError as error:
+        return _say(f"pycls: error: {name}{' '.join(str(error).split())}", 2, speak)
+    except Interrupted as stop:
+        return _say(f"pycls: {stop}", stop.code, speak)
+    except RankFailed as failure:
+        # Exit codes of our own were explained by the rank itself.
+        explained = failure.code in (2, Interrupted.code)
+        return _say(f"pycls: error: {failure}", failure.code, lambda: not explained)
+    except KeyboardInterrupt:
+        return _say("pycls: stopped by Ctrl-C", 130, speak)
+    except BrokenPipeError:
+        # The reader (head, less) has gone: nothing is left to say, and Python must not say it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:  # noqa: BLE001 - the last stop: our own mistakes are shown whole
+        return _say(name + traceback.format_exc(), 1, speak)
+
+
+def _say(text: str, code: int, speak: Callable[[], bool]) -> int:
+    if speak():
+        print(text, file=sys.stderr, flush=True)
+    return code
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    """A warning is one line; where in our code it arose says nothing to a user."""
+    print(f"pycls: warning: {message}", file=sys.stderr)
+
+
+def load_plugins(names: List[str]) -> None:
+    """Imports Python files or modules, which register what they bring; child processes will import them too.
+
+    Raises:
+        UserError: no such file or module.
+    """
+    from pycls.core import distributed
+
+    for name in names:
+        if name.endswith(".py"):
+            if not os.path.isfile(name):
+                raise UserError(f"--plugin {name}: there is no such file")
+            module = "pycls_plugin_" + os.path.splitext(os.path.basename(name))[0]
+            spec = importlib.util.spec_from_file_location(module, name)
+            sys.modules[module] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[module])
+        else:
+            if importlib.util.find_spec(name) is None:
+                raise UserError(f"--plugin {name}: there is no such module; give a file as NAME.py")
+            importlib.import_module(name)
+        distributed.PLUGINS.append(os.path.abspath(name) if name.endswith(".py") else name)
+
+
+def list_keys(prefix: str = "") -> None:
+    """Prints each key that starts with `prefix`: type, default, meaning, allowed values."""
+    rows = [o for o in OPTIONS if o.key.lower().startswith(prefix.lower())]
+    if not rows:
+        raise UserError(f"--list-keys {prefix}: no key starts so{nearest(prefix, (o.key.split('.')[0] for o in OPTIONS))}")
+    for o in rows:
+        allowed = f" Allowed: {', '.join(map(repr, o.choices))}." if o.choices else ""
+        print(f"{o.key} ({type(o.default).__name__}, default {o.default!r})\n    {o.meaning}.{allowed}")
+
+
+# --------------------------------------------------------------------------- modes
+
+
+def _train() -> None:
+    from pycls.core import distributed, trainer
+
+    distributed.run(trainer.train_model)
+
+
+def _test() -> None:
+    from pycls.core import distributed, trainer
+
+    distributed.run(trainer.test_model)
+
+
+def _time() -> None:
+    from pycls.core import distributed, trainer
+
+    distributed.run(trainer.time_model)
+
+
+def _scale() -> None:
+    from pycls.core import net
+    from pycls.core.builders import get_model
+    from pycls.models import scaler
+
+    scaler.scale_model()
+    print(cfg.dump(), end="")
+    print(f"# {human_complexity(net.complexity(get_model()))}")
+
+
+def _info() -> None:
+    from pycls.core import builders, distributed, net, parallel, precision
+
+    model = builders.build_model()
+    print(model)
+    print(human_complexity(net.complexity(builders.get_model())), f"for one image of {cfg.TRAIN.IM_SIZE} px")
+    print(f"precision: {precision.mode_of_config()} on {distributed.device_type()}")
+    print(f"parallel plan: {parallel.describe()}")
+    print(f"global batch: {cfg.TRAIN.BATCH_SIZE}, {cfg.TRAIN.BATCH_SIZE // cfg.NUM_GPUS} per process")
+    try:
+        distributed.check_process_count()
+    except UserError as error:
+        print(f"note: training would stop here: {error}")
+
+
+def human_complexity(counts) -> str:
+    """Flops, parameters and activations in human units, e.g. '1.2 GF multiply-adds, 5.1 M parameters, ...'."""
+
+    def human(value, units):
+        scale = next((s for s in (1e12, 1e9, 1e6, 1e3) if value >= s), 1)
+        return f"{value / scale:.4g} {units[scale]}" if scale > 1 else str(value)
+
+    letters = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k"}
+    flops, params, acts = (human(counts[name], letters) for name in ("flops", "params", "acts"))
+    return f"flops: {flops} multiply-adds, parameters: {params}, activations: {acts}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

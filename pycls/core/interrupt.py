@@ -1,0 +1,45 @@
+"""SIGTERM and SIGINT: finish the step, save, end with a clear line."""
+
+import signal
+from typing import Optional
+
+
+class Interrupted(Exception):
+    """Training was asked to stop by a signal, and has saved everything at this position (both from 0)."""
+
+    # What shells and schedulers take for "ended by SIGTERM".
+    code = 128 + signal.SIGTERM
+
+    def __init__(self, epoch: int, iteration: int):
+        super().__init__(
+            f"stopped by a signal and saved at epoch {epoch + 1}, iteration {iteration + 1}; "
+            "the same command goes on from there"
+        )
+
+
+class StopRequest:
+    """While active, remembers a SIGTERM or SIGINT instead of dying from it; a second one ends the process at once."""
+
+    def __init__(self):
+        self.signal: Optional[int] = None
+        self._former = {}
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def __enter__(self) -> "StopRequest":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # A rank whose parent handles Ctrl-C ignores SIGINT, and goes on ignoring it.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._former[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, frame) -> None:
+        if self.signal is not None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.signal = number

@@ -1,0 +1,228 @@
+"""Training and testing: read top to bottom, this is the algorithm.
+
+Where a model runs (`parallel`), in which dtype (`precision`) and from where its batches come (`loader`) is
+settled before the loop and not asked inside it.
+"""
+
+import json
+import os
+from contextlib import closing
+
+import torch
+
+from pycls.core import builders, checkpoint, config, logging, meters, net, parallel, plotting
+from pycls.core import distributed as dist
+from pycls.core import optimizer as optim
+from pycls.core.config import cfg
+from pycls.core.errors import UserError
+from pycls.core.interrupt import Interrupted, StopRequest
+from pycls.core.io import atomic_write
+from pycls.core.precision import Precision
+from pycls.core.run import Run, own_out_dir
+from pycls.core.transfer import device_batches
+from pycls.datasets import loader as data_loader
+
+logger = logging.get_logger(__name__)
+
+# --------------------------------------------------------------------------- setup
+
+
+def setup_env(save_config: bool = False) -> None:
+    """Output folder, logging, seeds."""
+    if dist.is_master_proc():
+        try:
+            os.makedirs(cfg.OUT_DIR, exist_ok=True)
+            if save_config:
+                config.dump_cfg()
+        except OSError as error:
+            raise UserError(f"OUT_DIR: {cfg.OUT_DIR} can't be written: {error.strerror}") from None
+    dist.barrier()
+    logging.setup_logging()
+    logging.log_environment()
+    logger.info("Config:\n%s", cfg.dump())
+    logger.info(logging.dump_log_data(cfg, "cfg", None))
+    torch.manual_seed(cfg.RNG_SEED)
+    torch.backends.cudnn.benchmark = cfg.CUDNN.BENCHMARK
+    if cfg.CUDNN.BENCHMARK and dist.device_type() == "cuda":
+        logger.info("CUDNN.BENCHMARK is on: results may differ in rounding from run to run, whatever RNG_SEED")
+
+
+def setup_model(precision: Precision) -> parallel.Single:
+    """Builds the model of the config and puts it where and how it runs."""
+    model = builders.build_model()
+    logger.info("Model:\n%s", model) if cfg.VERBOSE else ()
+    logger.info(logging.dump_log_data(net.complexity(builders.get_model()), "complexity"))
+    logger.info("Precision: %s on %s; %s", precision.mode, precision.device, parallel.describe())
+    return parallel.prepare(precision.cast(model), precision.device)
+
+
+def setup_run(train_loader, test_loader) -> Run:
+    """Everything that a training run consists of, before its first step."""
+    precision = Precision()
+    plan = setup_model(precision)
+    # Weights are initialised alike everywhere; from here on each process draws its own dropout masks.
+    torch.manual_seed(cfg.RNG_SEED + dist.get_rank())
+    class_names = getattr(train_loader.dataset, "class_names", None)
+    return Run(plan, precision, len(train_loader), len(test_loader), class_names)
+
+
+# ------------------------------------------------------------------------ training
+
+
+def train_model() -> None:
+    """Trains the model of the config: from OUT_DIR's newest checkpoint, from TRAIN.WEIGHTS, or from scratch.
+
+    Raises:
+        Interrupted: SIGTERM or SIGINT came; the run is saved.
+    """
+    with own_out_dir(), StopRequest() as stop:
+        setup_env(save_config=True)
+        train_loader = data_loader.construct_train_loader()
+        test_loader = data_loader.construct_test_loader()
+        run = setup_run(train_loader, test_loader)
+        run.start()
+        if run.epoch >= cfg.OPTIM.MAX_EPOCH:
+            logger.info("Nothing to do: the run in %s has finished its %d epochs", cfg.OUT_DIR, cfg.OPTIM.MAX_EPOCH)
+            return
+        write_class_names(run.class_names)
+        loss_fun = builders.build_loss_fun()
+        logger.info("Start epoch: %d; global batch %d, %d per process, learning rate %.4g", run.epoch + 1,
+                    cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.BATCH_SIZE // cfg.NUM_GPUS, optim.get_epoch_lr(run.epoch))  # fmt: skip
+        with closing(logging.scalar_writer()) as scalars:
+            for epoch in range(run.epoch, cfg.OPTIM.MAX_EPOCH):
+                stats = {"train": train_epoch(run, train_loader, loss_fun, epoch, stop)}
+                stats.update(test_models(run, train_loader, test_loader, epoch))
+                run.save_epoch(epoch, *(stats[n]["top1_err"] if n in stats else 100.0 for n in ("test", "test_ema")))
+                for name, values in stats.items():
+                    scalars.add(name, values, (epoch + 1) * len(train_loader))
+                if dist.any_rank(bool(stop)) and epoch + 1 < cfg.OPTIM.MAX_EPOCH:
+                    raise Interrupted(epoch + 1, 0)
+        if cfg.LOG.PLOT and dist.is_master_proc():
+            logger.info("Learning curves: %s", plotting.plot_run(cfg.OUT_DIR))
+
+
+def train_epoch(run: Run, loader, loss_fun, epoch: int, stop: StopRequest):
+    """Trains one epoch, or what is left of it after a resume; returns its statistics."""
+    meter, start = run.train_meter, run.iteration
+    data_loader.shuffle(loader, epoch, start)
+    run.model.train()
+    batches = meter.timed(device_batches(loader, run.plan.device))
+    with logging.progress(len(loader), start, f"epoch {epoch + 1}/{cfg.OPTIM.MAX_EPOCH}") as bar:
+        for iteration, (inputs, labels) in enumerate(batches, start):
+            lr = optim.get_epoch_lr(epoch + iteration / len(loader) * cfg.OPTIM.LR_PER_ITER)
+            optim.set_lr(run.optimizer, lr)
+            inputs, soft_labels, labels = prepare_batch(inputs, labels, epoch, iteration)
+            loss, logits = training_step(run, loss_fun, inputs, soft_labels)
+            if run.ema:
+                run.ema.update(epoch, iteration)
+            meter.add(loss, logits, labels, lr)
+            bar.update(1)
+            after_step(run, epoch, iteration, stop, bar)
+    stats = meter.log_epoch_stats(epoch)
+    meter.reset()
+    run.iteration = 0
+    return stats
+
+
+def prepare_batch(inputs, labels, epoch: int, iteration: int):
+    """Mixes a batch as the config says; returns images, soft labels, and the labels that errors are counted by."""
+    soft_labels = net.smooth_one_hot_labels(labels)
+    mix = net.draw_mix(epoch, iteration, *inputs.shape[-2:])
+    if mix is None:
+        return inputs, soft_labels, labels
+    inputs, soft_labels = net.apply_mix(mix, inputs, soft_labels)
+    return inputs, soft_labels, soft_labels.argmax(dim=1)
+
+
+def training_step(run: Run, loss_fun, inputs: torch.Tensor, soft_labels: torch.Tensor):
+    """Forward, backward and optimizer step on one batch, in ACCUM_ITERS parts; returns loss and logits."""
+    parts = cfg.OPTIM.ACCUM_ITERS
+    losses, logits = [], []
+    run.precision.zero_grad(run.optimizer)
+    for part, (x, y) in enumerate(zip(inputs.chunk(parts), soft_labels.chunk(parts)), 1):
+        with run.plan.accumulating(last=part == parts):
+            logits.append(run.precision.forward(run.model, x))
+            losses.append(loss_fun(logits[-1], y))
+            run.precision.backward(losses[-1] / parts)
+    run.precision.step(run.optimizer, run.plan.clip_grad_norm)
+    return (losses[0], logits[0]) if parts == 1 else (sum(losses).detach() / parts, torch.cat(logits))
+
+
+def after_step(run: Run, epoch: int, iteration: int, stop: StopRequest, bar) -> None:
+    """Statistics, checkpoints and stopping: all that has to wait for the device, so seldom."""
+    meter, done = run.train_meter, iteration + 1
+    last = done == meter.epoch_iters
+    save = cfg.TRAIN.CHECKPOINT_ITERS and done % cfg.TRAIN.CHECKPOINT_ITERS == 0
+    # One process may stop after any step; several agree on the step when their statistics meet.
+    if not (meter.due(iteration) or save or (stop and dist.get_world_size() == 1)):
+        return
+    asked = meter.flush(epoch, iteration, bool(stop))
+    stats = meter.log_iter_stats(epoch, iteration)
+    bar.update(0, loss=stats["loss"], top1_err=stats["top1_err"])
+    if not last and (save or asked):
+        run.save_step(epoch, done)
+    if not last and asked:
+        raise Interrupted(epoch, done)
+
+
+# ------------------------------------------------------------------------- testing
+
+
+def test_models(run: Run, train_loader, test_loader, epoch: int):
+    """Tests the model and its EMA; returns their statistics by name."""
+    results = {}
+    pairs = [(run.raw, run.test_meter)] + ([(run.ema.module, run.ema_meter)] if run.ema else [])
+    for model, meter in pairs:
+        if cfg.BN.USE_PRECISE_STATS:
+            data_loader.shuffle(train_loader, epoch)
+            net.compute_precise_bn_stats(model, train_loader, run.plan.device)
+        results[meter.name] = test_epoch(test_loader, model, run.precision, meter, epoch)
+    return results
+
+
+@torch.no_grad()
+def test_epoch(loader, model, precision: Precision, meter: meters.TestMeter, epoch: int):
+    """Tests `model` on every sample of `loader`, each counted once; returns the statistics."""
+    model.eval()
+    meter.reset()
+    with logging.progress(len(loader), 0, meter.name) as bar:
+        for iteration, (inputs, labels) in enumerate(device_batches(loader, precision.device)):
+            meter.add(precision.forward(model, inputs), labels)
+            bar.update(1)
+            if meter.due(iteration):
+                meter.flush()
+                meter.log_iter_stats(epoch, iteration)
+    return meter.log_epoch_stats(epoch)
+
+
+def test_model() -> None:
+    """Tests TEST.WEIGHTS on the test split."""
+    if not cfg.TEST.WEIGHTS:
+        raise UserError(
+            "TEST.WEIGHTS: nothing to test; give a checkpoint, e.g. TEST.WEIGHTS "
+            + os.path.join(cfg.OUT_DIR or "OUT_DIR", "model.pyth")
+        )
+    setup_env()
+    precision = Precision()
+    plan = setup_model(precision)
+    checkpoint.load_checkpoint(cfg.TEST.WEIGHTS, plan.raw)
+    loader = data_loader.construct_test_loader()
+    meter = meters.TestMeter(len(loader), plan.device)
+    stats = test_epoch(loader, plan.raw, precision, meter, 0)
+    logger.info("Test: top-1 error %.3f%%, top-5 error %.3f%% on %d images, %.1f images/s", stats["top1_err"],
+                stats["top5_err"], stats["samples"], stats["images_per_second"])  # fmt: skip
+
+
+def time_model() -> None:
+    """Times the model of the config and its data loader."""
+    from pycls.core import benchmark  # it builds its model with this module
+
+    setup_env()
+    benchmark.time_config()
+
+
+def write_class_names(names) -> None:
+    """Writes OUT_DIR/classes.json: the class names in the order of their numbers."""
+    if names is not None and dist.is_master_proc():
+        with atomic_write(os.path.join(cfg.OUT_DIR, "classes.json")) as f:
+            f.write(json.dumps(list(names), indent=1, ensure_ascii=False).encode())
