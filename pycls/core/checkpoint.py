@@ -334,7 +334,7 @@ def save_step(state: Dict[str, Any], epoch: int, iteration: int) -> str:
     return path
 
 
-def pack(model, model_ema, optimizer, epoch, test_err, ema_err, extra=None) -> Dict[str, Any]:
+def pack(model, model_ema, optimizer, epoch, test_err=100.0, ema_err=100.0, extra=None) -> Dict[str, Any]:
     """The content of a checkpoint: PyCls's keys, then those of `extra`."""
     model_state = unwrap_model(model).state_dict()
     return {

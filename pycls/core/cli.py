@@ -97,7 +97,7 @@ def guarded(body: Callable[[], None], speak: Callable[[], bool] = lambda: True, 
         body()
         return 0
     except UserError as error:
-        return _say(f"pycls: error: {name}{' '.join(str(error).split())}", 2, speak)
+        return _say(f"pycls: error: {' '.join(str(error).split())}", 2, speak)
     except Interrupted as stop:
         return _say(f"pycls: {stop}", stop.code, speak)
     except RankFailed as failure:

@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from datetime import timedelta
+from multiprocessing import connection
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
@@ -217,7 +218,7 @@ def _wait(processes) -> None:
     failed: Optional[Tuple[int, int]] = None
     patience = None
     while waiting:
-        ready = mp.connection.wait([p.sentinel for p in waiting.values()], timeout=patience)
+        ready = connection.wait([p.sentinel for p in waiting.values()], timeout=patience)
         if not ready:
             break
         for rank in [r for r, p in waiting.items() if p.sentinel in ready]:

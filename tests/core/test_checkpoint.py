@@ -1,0 +1,238 @@
+"""Checkpoints: whole or absent, found again, refused with reasons."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from pycls.core import checkpoint
+from pycls.core.errors import UserError
+
+
+def net(classes=3, width=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.Linear(width, classes))
+
+
+def optimizer_of(model, groups=1):
+    parameters = list(model.parameters())
+    return torch.optim.SGD([{"params": parameters[i::groups]} for i in range(groups)], lr=0.1, momentum=0.9)
+
+
+def stepped(model, optimizer):
+    model(torch.randn(8, 5)).square().mean().backward()
+    optimizer.step()
+    return model
+
+
+@pytest.fixture
+def out_dir(fresh_cfg, tmp_path):
+    fresh_cfg.OUT_DIR = str(tmp_path)
+    return tmp_path
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
+
+
+def test_what_is_saved_comes_back(out_dir):
+    model, ema = net(), net()
+    optimizer = optimizer_of(model)
+    stepped(model, optimizer)
+    path = checkpoint.save_checkpoint(model, ema, optimizer, 4, 30.0, 20.0)
+    assert os.path.basename(path) == "model_epoch_0005.pyth" and os.path.exists(out_dir / "model.pyth")
+    new, new_ema = net(), net()
+    new_optimizer = optimizer_of(new)
+    assert checkpoint.load_checkpoint(path, new, new_ema, new_optimizer) == (4, 30.0, 20.0)
+    assert same(model, new) and same(ema, new_ema)
+    buffers = [s["momentum_buffer"] for s in new_optimizer.state_dict()["state"].values()]
+    assert all(torch.equal(a, s["momentum_buffer"]) for a, s in zip(buffers, optimizer.state_dict()["state"].values()))
+
+
+@pytest.mark.parametrize("test_err, ema_err, takes_ema", [(30.0, 20.0, True), (20.0, 30.0, False), (20.0, 20.0, False)])
+def test_a_lone_model_gets_the_better_state(out_dir, test_err, ema_err, takes_ema):
+    model, ema = net(), net()
+    stepped(ema, optimizer_of(ema))
+    path = checkpoint.save_checkpoint(model, ema, optimizer_of(model), 0, test_err, ema_err)
+    got = net()
+    checkpoint.load_checkpoint(path, got)
+    assert same(got, ema if takes_ema else model)
+
+
+def test_best_keeps_model_and_ema_each_at_its_own_best(out_dir):
+    models = []
+    for epoch, (test_err, ema_err) in enumerate([(50.0, 40.0), (30.0, 45.0), (35.0, 20.0)]):
+        model, ema = net(), net()
+        for p in (*model.parameters(), *ema.parameters()):
+            p.data += epoch
+        models.append((model, ema))
+        checkpoint.save_checkpoint(model, ema, optimizer_of(model), epoch, test_err, ema_err)
+    best = checkpoint.read_checkpoint(checkpoint.get_checkpoint_best())
+    assert (best["test_err"], best["ema_err"]) == (30.0, 20.0)
+    assert torch.equal(best["model_state"]["0.weight"], models[1][0][0].weight)
+    assert torch.equal(best["ema_state"]["0.weight"], models[2][1][0].weight)
+
+
+def test_without_ema_the_weights_are_stored_once(out_dir):
+    model = nn.Linear(1000, 100)
+    path = checkpoint.save_checkpoint(model, None, torch.optim.SGD(model.parameters()), 0)
+    assert os.path.getsize(path) < 1.2 * 4 * 100_100
+
+
+def test_the_furthest_checkpoint_is_the_last(out_dir):
+    model = net()
+    for epoch in (0, 1):
+        checkpoint.save_checkpoint(model, None, optimizer_of(model), epoch)
+    state = checkpoint.pack(model, None, optimizer_of(model), 1)
+    step = checkpoint.save_step(state, 2, 7)
+    assert checkpoint.get_last_checkpoint() == step
+    later = checkpoint.save_step(state, 2, 11)
+    assert checkpoint.get_last_checkpoint() == later and not os.path.exists(step)
+    checkpoint.save_checkpoint(model, None, optimizer_of(model), 2)
+    assert os.path.basename(checkpoint.get_last_checkpoint()) == "model_epoch_0003.pyth" and not os.path.exists(later)
+
+
+def damage_cut(path):
+    os.truncate(path, os.path.getsize(path) * 2 // 3)
+
+
+def damage_flip(path):
+    with open(path, "r+b") as f:
+        f.seek(os.path.getsize(path) // 2)
+        byte = f.read(1)
+        f.seek(-1, 1)
+        f.write(bytes([byte[0] ^ 255]))
+
+
+def damage_empty(path):
+    os.truncate(path, 0)
+
+
+@pytest.mark.parametrize("damage", [damage_cut, damage_flip, damage_empty])
+def test_a_damaged_newest_is_passed_over(out_dir, damage, caplog):
+    model = nn.Linear(300, 300)
+    paths = [checkpoint.save_checkpoint(model, None, torch.optim.SGD(model.parameters()), e) for e in (0, 1)]
+    damage(paths[1])
+    assert checkpoint.find_resumable() == paths[0]
+    assert "model_epoch_0002.pyth is damaged" in caplog.text
+
+
+def test_a_failed_write_leaves_the_old_file(out_dir, monkeypatch):
+    model = net()
+    path = checkpoint.save_checkpoint(model, None, optimizer_of(model), 0)
+    before = open(path, "rb").read()
+
+    def disk_full(state, f):
+        f.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", disk_full)
+    with pytest.raises(UserError, match="No space left on device"):
+        checkpoint.write_checkpoint({}, path)
+    assert open(path, "rb").read() == before
+    assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
+
+
+def test_clean_up_keeps_the_last(out_dir):
+    model = net()
+    for epoch in range(4):
+        checkpoint.save_checkpoint(model, None, optimizer_of(model), epoch)
+    assert checkpoint.delete_checkpoints(keep=1) == 3
+    assert [os.path.basename(p) for p in checkpoint.list_checkpoints()] == ["model_epoch_0004.pyth"]
+
+
+WRAPPERS = ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.", ""]
+
+
+@pytest.mark.parametrize("prefix", WRAPPERS)
+def test_bare_weights_load_through_wrapper_names(fresh_cfg, tmp_path, prefix):
+    source, got = stepped(net(), optimizer_of(net())), net()
+    source[0].weight.data += 1
+    torch.save({prefix + k: v for k, v in source.state_dict().items()}, tmp_path / "w.pth")
+    checkpoint.load_weights(str(tmp_path / "w.pth"), got)
+    assert same(source, got)
+
+
+def test_a_head_for_other_classes_is_left_and_logged(fresh_cfg, tmp_path, caplog):
+    caplog.set_level("INFO")
+    source, got = net(classes=3), net(classes=7)
+    source[0].weight.data += 1
+    head = got[2].weight.clone()
+    torch.save(source.state_dict(), tmp_path / "w.pth")
+    checkpoint.load_weights(str(tmp_path / "w.pth"), got)
+    assert torch.equal(got[0].weight, source[0].weight) and torch.equal(got[2].weight, head)
+    assert "2.weight (3, 4) in the file, (7, 4) in the model" in caplog.text
+
+
+def test_weights_that_match_nothing_are_refused(fresh_cfg, tmp_path):
+    torch.save({"encoder.w": torch.zeros(2)}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match="nothing in it matches"):
+        checkpoint.load_weights(str(tmp_path / "w.pth"), net())
+
+
+def refused(path, *args):
+    with pytest.raises(UserError) as error:
+        checkpoint.load_checkpoint(str(path), *args)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_bad_files_are_each_refused_with_their_reason(fresh_cfg, tmp_path):
+    model = net()
+    assert "no such checkpoint" in refused(tmp_path / "none.pyth", model)
+    assert "is a folder" in refused(tmp_path, model)
+    (tmp_path / "text.pyth").write_text("hello")
+    refused(tmp_path / "text.pyth", model)
+    torch.save([1, 2], tmp_path / "list.pyth")
+    assert "holds a list" in refused(tmp_path / "list.pyth", model)
+    torch.save({"epoch": 3}, tmp_path / "no_weights.pyth")
+    assert "holds no tensors" in refused(tmp_path / "no_weights.pyth", model)
+    torch.save({"layer._flat_param": torch.zeros(9)}, tmp_path / "shard.pyth")
+    assert "one shard" in refused(tmp_path / "shard.pyth", model)
+    torch.save(net(width=9).state_dict(), tmp_path / "wide.pyth")
+    assert "0.weight is (9, 5) in the file and (4, 5) in the model" in refused(tmp_path / "wide.pyth", model)
+
+
+class Crafted:
+    """Unpickles into a call."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return (open, (self.marker, "w"))
+
+
+def test_a_crafted_file_runs_no_code(fresh_cfg, tmp_path):
+    marker = str(tmp_path / "ran")
+    torch.save({"model_state": Crafted(marker)}, tmp_path / "zip.pyth")
+    with open(tmp_path / "old.pyth", "wb") as f:
+        pickle.dump(Crafted(marker), f)
+    assert "run code" in refused(tmp_path / "zip.pyth", net())
+    refused(tmp_path / "old.pyth", net())
+    assert not os.path.exists(marker)
+
+
+def test_optimizer_groups_of_another_kind_are_refused_with_both(out_dir):
+    model = net()
+    path = checkpoint.save_checkpoint(model, None, optimizer_of(model), 0)
+    other = net()
+    message = refused(path, other, net(), optimizer_of(other, groups=2))
+    assert "[6] tensors" in message and "[3, 3]" in message and "TRAIN.WEIGHTS" in message
+
+
+def test_another_architecture_names_the_differing_keys(out_dir, fresh_cfg):
+    fresh_cfg.merge_from_list(["MODEL.TYPE", "vit", "MODEL.NUM_CLASSES", 3])
+    model = net(classes=3)
+    path = checkpoint.save_checkpoint(model, None, optimizer_of(model), 0)
+    fresh_cfg.MODEL.NUM_CLASSES = 5
+    assert "MODEL.NUM_CLASSES (file: 3, config: 5)" in refused(path, net(classes=5))
+
+
+def test_checkpoints_hold_plain_data_only(out_dir):
+    model = net()
+    path = checkpoint.save_checkpoint(model, net(), optimizer_of(model), 0)
+    state = torch.load(path, weights_only=True)
+    assert {"epoch", "test_err", "ema_err", "model_state", "ema_state", "optimizer_state", "cfg"} <= set(state)
