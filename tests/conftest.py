@@ -29,3 +29,26 @@ def run_tool(tmp_path):
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=tmp_path, env=variables)
 
     return run
+
+
+# A run of seconds on real data: two classes of stem and all of the state that a restart must keep.
+TINY_RUN = """
+MODEL: {TYPE: vit, NUM_CLASSES: 10}
+VIT: {PATCH_SIZE: 4, HIDDEN_DIM: 16, MLP_DIM: 32, NUM_HEADS: 2, NUM_LAYERS: 2, DROP_PATH: 0.2}
+LN: {USE_CUSTOM_WEIGHT_DECAY: true}
+OPTIM: {OPTIMIZER: adamw, BASE_LR: 1e-3, MAX_EPOCH: 3, EMA_ALPHA: 1e-3, EMA_UPDATE_PERIOD: 2, GRAD_CLIP: 1.0}
+TRAIN: {DATASET: digits, IM_SIZE: 16, BATCH_SIZE: 128, MIXUP_ALPHA: 0.8, CUTMIX_ALPHA: 1.0, CHECKPOINT_ITERS: 4}
+TEST: {DATASET: digits, IM_SIZE: 16, BATCH_SIZE: 256}
+DATA_LOADER: {NUM_WORKERS: 0}
+LOG_PERIOD: 3
+LOG: {PLOT: false}
+DEVICE: cpu
+"""
+
+
+@pytest.fixture
+def tiny_run(tmp_path):
+    """Path of a config that trains a tiny ViT on the digits in seconds."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY_RUN)
+    return path

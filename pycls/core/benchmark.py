@@ -100,7 +100,7 @@ def time_train(plan, precision: Precision, batch: int) -> np.ndarray:
     inputs = torch.rand(batch, 3, cfg.TRAIN.IM_SIZE, cfg.TRAIN.IM_SIZE, device=plan.device)
     labels = torch.arange(batch, device=plan.device) % cfg.MODEL.NUM_CLASSES
     soft_labels, loss_fun = net.smooth_one_hot_labels(labels), builders.build_loss_fun()
-    optimizer, average = optim.construct_optimizer(plan.raw), ema.build_ema(plan.raw)
+    optimizer, average = optim.construct_optimizer(plan.raw), ema.ModelEma(plan.ema, plan.raw)
     precision.attach(optimizer)
     optim.set_lr(optimizer, 1e-6)
     plan.model.train()
@@ -113,8 +113,7 @@ def time_train(plan, precision: Precision, batch: int) -> np.ndarray:
         precision.backward(loss)
         part_done()
         precision.step(optimizer, plan.clip_grad_norm)
-        if average:
-            average.update(cfg.OPTIM.WARMUP_EPOCHS, next(count))
+        average.update(cfg.OPTIM.WARMUP_EPOCHS, next(count))
         part_done()
 
     return time_parts(step, clock_for(plan.device))
@@ -162,7 +161,7 @@ def time_config() -> Dict:
     """Times the model and, if the data set is there, its loader; logs PyCls's iter_times and epoch_times, a
     `timing` record with all figures, and a summary. Returns the `timing` record."""
     precision = Precision()
-    plan = trainer.setup_model(precision)
+    plan = trainer.setup_model(precision, with_ema=True)
     if plan.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     train_batch, test_batch = cfg.TRAIN.BATCH_SIZE // cfg.NUM_GPUS, cfg.TEST.BATCH_SIZE // cfg.NUM_GPUS

@@ -175,7 +175,7 @@ def _best_state(checkpoint: Dict, path: str, model: nn.Module) -> Dict[str, torc
     return strip_wrappers(state, model.state_dict())
 
 
-def _fit(model: nn.Module, state: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+def _adapted(model: nn.Module, state: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
     """Lets the model adapt weights of another image size (position embeddings), if it knows how."""
     adapt = getattr(model, "adapt_state_dict", None)
     return adapt(state) if adapt else state
@@ -211,30 +211,41 @@ def load_checkpoint(path, model, model_ema=None, optimizer=None) -> Tuple[int, f
     """
     checkpoint, model = read_checkpoint(path), unwrap_model(model)
     if model_ema is None:
-        _load_strictly(model, _best_state(checkpoint, path, model), path, checkpoint)
+        model.load_state_dict(_fitting(_best_state(checkpoint, path, model), model, path, checkpoint))
     else:
-        if "model_state" not in checkpoint:
-            raise UserError(f"{path}: holds bare weights, nothing to resume from; give it as TRAIN.WEIGHTS instead")
-        _load_strictly(model, strip_wrappers(checkpoint["model_state"], model.state_dict()), path, checkpoint)
-        ema = checkpoint.get("ema_state", checkpoint["model_state"])
-        _load_strictly(unwrap_model(model_ema), strip_wrappers(ema, model.state_dict()), path, checkpoint)
+        model.load_state_dict(fitting_state(checkpoint, "model_state", model, path))
+        model_ema = unwrap_model(model_ema)
+        model_ema.load_state_dict(fitting_state(checkpoint, "ema_state", model_ema, path))
     if optimizer is not None:
-        load_optimizer(optimizer, checkpoint.get("optimizer_state"), path)
+        optimizer.load_state_dict(fitting_optimizer_state(checkpoint, optimizer, path))
     return (checkpoint.get("epoch", 0), *_errors(checkpoint))
 
 
-def _load_strictly(model: nn.Module, state: Dict, path: str, checkpoint: Dict) -> None:
-    state = _fit(model, state)
+def fitting_state(checkpoint: Dict, name: str, model: nn.Module, path: str) -> Dict[str, torch.Tensor]:
+    """The `model_state` or `ema_state` of a checkpoint, made sure to fit `model` (old files have only the former)."""
+    if "model_state" not in checkpoint:
+        raise UserError(f"{path}: holds bare weights, nothing to resume from; give it as TRAIN.WEIGHTS instead")
+    state = checkpoint.get(name, checkpoint["model_state"])
+    return _fitting(strip_wrappers(state, model.state_dict()), model, path, checkpoint)
+
+
+def _fitting(state: Dict, model: nn.Module, path: str, checkpoint: Dict) -> Dict[str, torch.Tensor]:
+    state = _adapted(model, state)
     rows = _mismatch(model, state)
     if rows:
         keys = _differing_model_keys(checkpoint)
         hint = f" Differing keys: {_few(keys, 6)}." if keys else ""
         raise UserError(f"{path}: does not fit this model.{hint} {_few(rows)}")
-    model.load_state_dict(state)
+    return state
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: Optional[Dict], path: str) -> None:
-    """Loads optimizer state; groups of another number or size are refused with both (M25 of users' reports)."""
+def fitting_optimizer_state(checkpoint: Dict, optimizer: torch.optim.Optimizer, path: str) -> Dict[str, Any]:
+    """The optimizer state of a checkpoint, made sure to fit `optimizer`, with the hyper-parameters of the latter.
+
+    Raises:
+        UserError: there is none, or its groups are of another number or size: both are named.
+    """
+    state = checkpoint.get("optimizer_state")
     if state is None:
         raise UserError(f"{path}: holds no optimizer state; give it as TRAIN.WEIGHTS to load the weights only")
     ours = [len(group["params"]) for group in optimizer.param_groups]
@@ -245,29 +256,33 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Optional[Dict], path
             "OPTIM.BIAS weight decay, OPTIM.WEIGHT_DECAY or OPTIM.LAYER_DECAY changed. Set them back, or start a new "
             "OUT_DIR with TRAIN.WEIGHTS to load the weights only"
         )
-    # Hyper-parameters follow the config of this run; only what has been accumulated comes from the file.
     groups = [
         {**{k: v for k, v in own.items() if k != "params"}, "params": old["params"]}
         for own, old in zip(optimizer.param_groups, state["param_groups"])
     ]
-    optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+    return {"state": state["state"], "param_groups": groups}
 
 
 def load_weights(path: str, model: nn.Module) -> None:
-    """Starts `model` from the weights in a full checkpoint or bare state dict, a path or URL.
+    """Starts `model` from the weights in a full checkpoint or bare state dict, a path or URL; see `starting_state`."""
+    model = unwrap_model(model)
+    model.load_state_dict(starting_state(path, model), strict=False)
 
-    A classifier for another number of classes is left as initialised, a position embedding for another image
-    size is resized; what was matched, skipped (with both shapes), missing and left over is logged.
+
+def starting_state(path: str, model: nn.Module) -> Dict[str, torch.Tensor]:
+    """The tensors of a file, a path or URL, that `model` can start from.
+
+    A classifier for another number of classes is left out, a position embedding for another image size is resized;
+    what was matched, skipped (with both shapes), missing and left over is logged.
 
     Raises:
         UserError: nothing in the file matches.
     """
     path = cache_url(path, cfg.DOWNLOAD_CACHE)
-    model = unwrap_model(model)
-    state = _fit(model, _best_state(read_checkpoint(path), path, model))
+    state = _adapted(model, _best_state(read_checkpoint(path), path, model))
     own = model.state_dict()
-    fitting = {name: v for name, v in state.items() if name in own and v.shape == own[name].shape}
-    if not fitting:
+    matched = {name: v for name, v in state.items() if name in own and v.shape == own[name].shape}
+    if not matched:
         names = f"the file has {_few(list(state))}; the model has {_few(list(own))}"
         raise UserError(f"{path}: nothing in it matches this model by name and shape: {names}")
     skipped = [
@@ -275,13 +290,13 @@ def load_weights(path: str, model: nn.Module) -> None:
         for name, v in state.items()
         if name in own and v.shape != own[name].shape
     ]
-    model.load_state_dict(fitting, strict=False)
     missing, extra = [n for n in own if n not in state], [n for n in state if n not in own]
     logger.info("Weights from %s: %d matched, %d of another shape, %d missing in the file, %d not in the model",
-                path, len(fitting), len(skipped), len(missing), len(extra))  # fmt: skip
+                path, len(matched), len(skipped), len(missing), len(extra))  # fmt: skip
     for title, rows in (("another shape", skipped), ("missing", missing), ("not in the model", extra)):
         if rows:
             logger.warning("Weights skipped (%s): %s", title, "; ".join(rows))
+    return matched
 
 
 # ------------------------------------------------------------------------- writing
@@ -313,14 +328,27 @@ def update_best(state: Dict[str, Any]) -> None:
         write_checkpoint(state, path)
 
 
-def save_checkpoint(model, model_ema, optimizer, epoch, test_err=100.0, ema_err=100.0, extra=None) -> str:
-    """Writes the checkpoint of a finished epoch (from 0) and keeps the best one up to date (PyCls's signature).
+def save_checkpoint(model, model_ema, optimizer, epoch, test_err=100.0, ema_err=100.0) -> str:
+    """Writes the checkpoint of a finished epoch (from 0) and keeps the best one up to date (PyCls's signature)."""
+    model_state = unwrap_model(model).state_dict()
+    return save({
+        "epoch": epoch,
+        "test_err": float(test_err),
+        "ema_err": float(ema_err),
+        "model_state": model_state,
+        "ema_state": unwrap_model(model_ema).state_dict() if model_ema is not None else model_state,
+        "optimizer_state": optimizer.state_dict(),
+        "cfg": cfg.dump(),
+    })  # fmt: skip
+
+
+def save(state: Dict[str, Any]) -> str:
+    """Writes the content of an epoch's checkpoint and keeps the best one up to date.
 
     The best file goes first: were the run killed in between, the repeated epoch would find it already right.
     """
-    state = pack(model, model_ema, optimizer, epoch, test_err, ema_err, extra)
     update_best(state)
-    path = write_checkpoint(state, get_checkpoint(epoch + 1))
+    path = write_checkpoint(state, get_checkpoint(state["epoch"] + 1))
     _remove_steps()
     if cfg.TRAIN.CHECKPOINT_KEEP:
         delete_checkpoints(cfg.TRAIN.CHECKPOINT_KEEP)
@@ -332,22 +360,6 @@ def save_step(state: Dict[str, Any], epoch: int, iteration: int) -> str:
     path = write_checkpoint(state, get_step_checkpoint(epoch + 1, iteration))
     _remove_steps(but=path)
     return path
-
-
-def pack(model, model_ema, optimizer, epoch, test_err=100.0, ema_err=100.0, extra=None) -> Dict[str, Any]:
-    """The content of a checkpoint: PyCls's keys, then those of `extra`."""
-    model_state = unwrap_model(model).state_dict()
-    return {
-        "epoch": epoch,
-        "test_err": float(test_err),
-        "ema_err": float(ema_err),
-        "model_state": model_state,
-        # Without an EMA both names point to the same tensors, which are stored once.
-        "ema_state": unwrap_model(model_ema).state_dict() if model_ema is not None else model_state,
-        "optimizer_state": optimizer.state_dict(),
-        "cfg": cfg.dump(),
-        **(extra or {}),
-    }
 
 
 def _remove_steps(but: str = "") -> None:

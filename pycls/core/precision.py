@@ -51,6 +51,13 @@ class Precision:
             torch.backends.cuda.matmul.allow_tf32 = self.mode == "tf32"
             torch.backends.cudnn.allow_tf32 = self.mode == "tf32"
 
+    def sharding_policy(self):
+        """fully_shard's policy: gather weights in the compute dtype, keep the shards (the master weights) in fp32."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        reduce = torch.float32 if cfg.PRECISION.REDUCE_DTYPE == "fp32" else self.dtype
+        return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=reduce if self.dtype else None)
+
     def cast(self, model: nn.Module) -> nn.Module:
         """Gives the model its storage dtype (16 bit in the pure modes, norms excepted with NORM_FP32)."""
         if self.pure:

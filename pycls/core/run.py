@@ -3,7 +3,7 @@
 import os
 import random
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Dict, Iterator
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ class Run:
     def __init__(self, plan: Single, precision: Precision, epoch_iters: int, test_iters: int, class_names=None):
         self.plan, self.precision = plan, precision
         self.model, self.raw = plan.model, plan.raw
-        self.ema = ema.build_ema(plan.raw)
+        self.ema = ema.ModelEma(plan.ema, plan.raw)
         self.optimizer = optimizer.construct_optimizer(plan.raw)
         precision.attach(self.optimizer)
         self.train_meter = meters.TrainMeter(epoch_iters, plan.device)
@@ -44,19 +44,21 @@ class Run:
         if path:
             self.resume(path)
         elif cfg.TRAIN.WEIGHTS:
-            checkpoint.load_weights(cfg.TRAIN.WEIGHTS, self.raw)
-            if self.ema:
-                self.ema.module.load_state_dict(self.raw.state_dict())
+            state = checkpoint.starting_state(cfg.TRAIN.WEIGHTS, self.raw)
+            for model in self._models().values():
+                self.plan.load_model_state(model, state, strict=False)
 
     def resume(self, path: str) -> None:
         """Restores everything from a checkpoint of this run."""
         state = checkpoint.read_checkpoint(path)
-        ema_module = self.ema.module if self.ema else None
-        epoch, _, _ = checkpoint.load_checkpoint(path, self.raw, ema_module or self.raw, self.optimizer)
+        for name, model in self._models().items():
+            self.plan.load_model_state(model, checkpoint.fitting_state(state, name, model, path))
+        optimizer_state = checkpoint.fitting_optimizer_state(state, self.optimizer, path)
+        self.plan.load_optimizer_state(self.optimizer, optimizer_state)
         if self.precision.scaler.is_enabled() and not state.get("scaler_state"):
             logger.warning("%s holds no loss scale, it starts at PRECISION.LOSS_SCALE", path)
         self.precision.load_state_dict(state.get("scaler_state", {}))
-        self.epoch, self.iteration = epoch + 1, state.get("iteration", 0)
+        self.epoch, self.iteration = state["epoch"] + 1, state.get("iteration", 0)
         for name, meter in self._meters().items():
             if name in state.get("meters", {}):
                 meter.load_state_dict(state["meters"][name])
@@ -69,35 +71,27 @@ class Run:
 
     def save_epoch(self, epoch: int, test_err: float, ema_err: float) -> None:
         """Writes the checkpoint of a finished epoch."""
-        self._save(lambda extra: checkpoint.save_checkpoint(
-            self.raw, self._ema_module(), self.optimizer, epoch, test_err, ema_err, extra))  # fmt: skip
+        state = self._gather(epoch, 0, test_err, ema_err)
+        self._on_master(lambda: checkpoint.save(state))
 
     def save_step(self, epoch: int, iteration: int) -> None:
         """Writes a checkpoint inside an epoch, after `iteration` of its iterations."""
+        state = self._gather(epoch - 1, iteration)
+        self._on_master(lambda: checkpoint.save_step(state, epoch, iteration))
 
-        def write(extra):
-            state = checkpoint.pack(self.raw, self._ema_module(), self.optimizer, epoch - 1, extra=extra)
-            return checkpoint.save_step(state, epoch, iteration)
-
-        self._save(write, iteration)
-
-    def _save(self, write, iteration: int = 0) -> None:
-        # The states of all random generators are gathered before rank 0 writes.
+    def _gather(self, epoch: int, iteration: int, test_err: float = 100.0, ema_err: float = 100.0) -> Dict[str, Any]:
+        """The content of a checkpoint. All processes take part; rank 0 gets the values."""
+        states = {name: self.plan.model_state(model) for name, model in self._models().items()}
         rng_states = dist.gather_objects(_rng_state())
-        error = None
-        if dist.is_master_proc():
-            try:
-                path = write(self._extra(iteration, rng_states))
-                logger.info("Wrote checkpoint to %s", path)
-            except UserError as e:
-                error = str(e)
-        # Nobody goes on before the file is there, and all stop if it can't be written.
-        error = dist.broadcast_object(error)
-        if error:
-            raise UserError(error)
-
-    def _extra(self, iteration: int, rng_states) -> Dict[str, Any]:
         return {
+            "epoch": epoch,
+            "test_err": float(test_err),
+            "ema_err": float(ema_err),
+            # Without an EMA both names point to the same tensors, which are stored once.
+            "ema_state": states["model_state"],
+            **states,
+            "optimizer_state": self.plan.optimizer_state(self.optimizer),
+            "cfg": cfg.dump(),
             "iteration": iteration,
             "scaler_state": self.precision.state_dict(),
             "rng_states": rng_states,
@@ -105,11 +99,24 @@ class Run:
             "class_names": self.class_names,
         }
 
+    def _on_master(self, write) -> None:
+        """Writes on rank 0; nobody goes on before the file is there, and all stop if it can't be written."""
+        error = None
+        if dist.is_master_proc():
+            try:
+                logger.info("Wrote checkpoint to %s", write())
+            except UserError as e:
+                error = str(e)
+        error = dist.broadcast_object(error)
+        if error:
+            raise UserError(error)
+
+    def _models(self) -> Dict[str, torch.nn.Module]:
+        """What holds weights, by its name in a checkpoint."""
+        return {"model_state": self.raw, **({"ema_state": self.plan.ema} if self.plan.ema is not None else {})}
+
     def _meters(self) -> Dict[str, Any]:
         return {"train": self.train_meter, "test": self.test_meter, "test_ema": self.ema_meter}
-
-    def _ema_module(self) -> Optional[torch.nn.Module]:
-        return self.ema.module if self.ema else None
 
 
 # --------------------------------------------------------------- random generators

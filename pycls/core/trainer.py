@@ -10,7 +10,7 @@ from contextlib import closing
 
 import torch
 
-from pycls.core import builders, checkpoint, config, logging, meters, net, parallel, plotting
+from pycls.core import builders, checkpoint, config, ema, logging, meters, net, parallel, plotting
 from pycls.core import distributed as dist
 from pycls.core import optimizer as optim
 from pycls.core.config import cfg
@@ -47,19 +47,21 @@ def setup_env(save_config: bool = False) -> None:
         logger.info("CUDNN.BENCHMARK is on: results may differ in rounding from run to run, whatever RNG_SEED")
 
 
-def setup_model(precision: Precision) -> parallel.Single:
-    """Builds the model of the config and puts it where and how it runs."""
+def setup_model(precision: Precision, with_ema: bool = False) -> parallel.Single:
+    """Builds the model of the config (and a copy to hold its average) and puts it where and how it runs."""
     model = builders.build_model()
-    logger.info("Model:\n%s", model) if cfg.VERBOSE else ()
+    if cfg.VERBOSE:
+        logger.info("Model:\n%s", model)
     logger.info(logging.dump_log_data(net.complexity(builders.get_model()), "complexity"))
     logger.info("Precision: %s on %s; %s", precision.mode, precision.device, parallel.describe())
-    return parallel.prepare(precision.cast(model), precision.device)
+    average = ema.copy_for_ema(model) if with_ema else None
+    return parallel.prepare(precision.cast(model), average, precision)
 
 
 def setup_run(train_loader, test_loader) -> Run:
     """Everything that a training run consists of, before its first step."""
     precision = Precision()
-    plan = setup_model(precision)
+    plan = setup_model(precision, with_ema=True)
     # Weights are initialised alike everywhere; from here on each process draws its own dropout masks.
     torch.manual_seed(cfg.RNG_SEED + dist.get_rank())
     class_names = getattr(train_loader.dataset, "class_names", None)
@@ -113,8 +115,7 @@ def train_epoch(run: Run, loader, loss_fun, epoch: int, stop: StopRequest):
             optim.set_lr(run.optimizer, lr)
             inputs, soft_labels, labels = prepare_batch(inputs, labels, epoch, iteration)
             loss, logits = training_step(run, loss_fun, inputs, soft_labels)
-            if run.ema:
-                run.ema.update(epoch, iteration)
+            run.ema.update(epoch, iteration)
             meter.add(loss, logits, labels, lr)
             bar.update(1)
             after_step(run, epoch, iteration, stop, bar)
@@ -171,8 +172,9 @@ def after_step(run: Run, epoch: int, iteration: int, stop: StopRequest, bar) -> 
 def test_models(run: Run, train_loader, test_loader, epoch: int):
     """Tests the model and its EMA; returns their statistics by name."""
     results = {}
-    pairs = [(run.raw, run.test_meter)] + ([(run.ema.module, run.ema_meter)] if run.ema else [])
-    for model, meter in pairs:
+    for model, meter in ((run.raw, run.test_meter), (run.plan.ema, run.ema_meter)):
+        if model is None:
+            continue
         if cfg.BN.USE_PRECISE_STATS:
             data_loader.shuffle(train_loader, epoch)
             net.compute_precise_bn_stats(model, train_loader, run.plan.device)

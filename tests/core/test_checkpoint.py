@@ -85,7 +85,7 @@ def test_the_furthest_checkpoint_is_the_last(out_dir):
     model = net()
     for epoch in (0, 1):
         checkpoint.save_checkpoint(model, None, optimizer_of(model), epoch)
-    state = checkpoint.pack(model, None, optimizer_of(model), 1)
+    state = checkpoint.read_checkpoint(checkpoint.get_last_checkpoint())
     step = checkpoint.save_step(state, 2, 7)
     assert checkpoint.get_last_checkpoint() == step
     later = checkpoint.save_step(state, 2, 11)

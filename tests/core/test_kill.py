@@ -1,0 +1,145 @@
+"""A run that is killed at any moment and started again ends bit for bit like one that never was."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+# Loaded with --plugin: makes the writing of a checkpoint last, and tells the test when it is half done.
+SLOW_WRITER = """
+import os, time
+import torch
+whole = torch.save
+
+def slow_save(state, f):
+    import io
+    buffer = io.BytesIO()
+    whole(state, buffer)
+    data = buffer.getvalue()
+    f.write(data[: len(data) // 2])
+    f.flush()
+    marker = os.environ["HALF_WRITTEN"]
+    if not os.path.exists(marker):
+        open(marker, "w").close()
+        time.sleep(60)
+    f.write(data[len(data) // 2 :])
+
+torch.save = slow_save
+"""
+
+
+def start(config, out_dir, *words, **env):
+    command = [sys.executable, os.path.join(ROOT, "tools", "run_net.py"), "--mode", "train", *words]
+    command += ["--cfg", str(config), "OUT_DIR", str(out_dir)]
+    command += ["NUM_GPUS", env.pop("processes", "1")]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    # A group of its own, so that a kill reaches the ranks in the same instant as their parent.
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def finish(process):
+    output = process.communicate(timeout=240)[0].decode()
+    assert process.returncode == 0, output
+    return output
+
+
+def kill(process, number=signal.SIGKILL):
+    os.killpg(process.pid, number)
+    process.communicate(timeout=60)
+
+
+def assert_same(a, b, path=""):
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, list):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{path}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    else:
+        assert a == b, path
+
+
+def assert_same_run(one, other):
+    """All that the last and the best checkpoint hold, but for OUT_DIR in the config and the seconds spent."""
+    for name in ("checkpoints/model_epoch_0003.pyth", "model.pyth"):
+        a, b = (torch.load(folder / name, weights_only=True) for folder in (one, other))
+        for state in (a, b):
+            del state["cfg"]
+            state["meters"]["train"].pop("seconds")
+        assert_same(a, b, name)
+
+
+@pytest.fixture(scope="module", params=["1", "2"], ids=["1 process", "2 processes"])
+def unbroken(request, tmp_path_factory):
+    """A run that nobody disturbs: (number of processes, config, OUT_DIR, seconds it took)."""
+    from conftest import TINY_RUN
+
+    folder = tmp_path_factory.mktemp("unbroken")
+    (folder / "tiny.yaml").write_text(TINY_RUN)
+    began = time.monotonic()
+    finish(start(folder / "tiny.yaml", folder / "run", processes=request.param))
+    return request.param, folder / "tiny.yaml", folder / "run", time.monotonic() - began
+
+
+def test_killed_at_random_moments(unbroken, tmp_path):
+    processes, config, whole, seconds = unbroken
+    moments = random.Random()
+    out_dir, kills = tmp_path / "run", []
+    for _ in range(3):
+        victim = start(config, out_dir, processes=processes)
+        moment = moments.uniform(0.3, 1.0) * seconds
+        try:
+            victim.wait(timeout=moment)
+        except subprocess.TimeoutExpired:
+            kill(victim)
+            kills.append(round(moment, 2))
+        else:
+            victim.communicate()
+    finish(start(config, out_dir, processes=processes))
+    print(f"killed after {kills} s of about {seconds:.1f} s")
+    assert_same_run(whole, out_dir)
+
+
+def test_killed_while_writing_a_checkpoint(unbroken, tmp_path):
+    processes, config, whole, _ = unbroken
+    plugin, marker, out_dir = tmp_path / "slow_writer.py", tmp_path / "half", tmp_path / "run"
+    plugin.write_text(SLOW_WRITER)
+    victim = start(config, out_dir, "--plugin", str(plugin), processes=processes, HALF_WRITTEN=str(marker))
+    deadline = time.monotonic() + 120
+    while not marker.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    kill(victim)
+    left = os.listdir(out_dir / "checkpoints") + os.listdir(out_dir)
+    assert marker.exists() and any(name.endswith(".tmp") for name in left)
+    finish(start(config, out_dir, processes=processes))
+    assert not any(name.endswith(".tmp") for name in os.listdir(out_dir / "checkpoints") + os.listdir(out_dir))
+    assert_same_run(whole, out_dir)
+
+
+def test_asked_to_stop_it_saves_and_goes_on(unbroken, tmp_path):
+    processes, config, whole, _ = unbroken
+    out_dir = tmp_path / "run"
+    victim = start(config, out_dir, processes=processes)
+    log = out_dir / "stdout.log"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (log.exists() and "train_iter" in log.read_text()):
+        time.sleep(0.02)
+    os.kill(victim.pid, signal.SIGTERM)
+    output = victim.communicate(timeout=60)[0].decode()
+    if victim.returncode != 0:  # 0: it was over before the signal came
+        assert victim.returncode == 143
+        assert output.count("stopped by a signal and saved at epoch") == 1 and "Traceback" not in output
+    finish(start(config, out_dir, processes=processes))
+    assert_same_run(whole, out_dir)
