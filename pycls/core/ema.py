@@ -35,7 +35,7 @@ class ModelEma:
         if self.module is None or iteration % self.period:
             return
         alpha = 1.0 if epoch < self.warmup_epochs else self.alpha
-        pairs = list(zip(_tensors(self.module), _tensors(self.model)))
+        pairs = [(ours, theirs.to(ours.dtype)) for ours, theirs in zip(_tensors(self.module), _tensors(self.model))]
         # Counters such as num_batches_tracked have no meaningful average.
         copied = [pair for pair in pairs if alpha == 1.0 or not pair[0].is_floating_point()]
         averaged = [pair for pair in pairs if alpha < 1.0 and pair[0].is_floating_point()]

@@ -94,7 +94,7 @@ class StepStats:
 
 
 def _percent(wrong: float, count: float) -> float:
-    return 100.0 * wrong / count if count else 0.0
+    return float(100.0 * wrong / count) if count else 0.0
 
 
 class TrainMeter:

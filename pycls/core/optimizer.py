@@ -1,8 +1,8 @@
 """Optimizers, parameter groups and learning rate schedules."""
 
+import math
 from typing import Dict, List
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -100,7 +100,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def lr_fun_cos(epoch: float) -> float:
     """Cosine from 1 to MIN_LR over MAX_EPOCH (arXiv 1608.03983)."""
-    return (1.0 - cfg.OPTIM.MIN_LR) * 0.5 * (1.0 + np.cos(np.pi * epoch / cfg.OPTIM.MAX_EPOCH)) + cfg.OPTIM.MIN_LR
+    return (1.0 - cfg.OPTIM.MIN_LR) * 0.5 * (1.0 + math.cos(math.pi * epoch / cfg.OPTIM.MAX_EPOCH)) + cfg.OPTIM.MIN_LR
 
 
 def lr_fun_lin(epoch: float) -> float:

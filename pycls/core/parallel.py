@@ -31,8 +31,12 @@ class Single:
 
     def __init__(self, model: nn.Module, ema: Optional[nn.Module], precision: Precision):
         self.precision, self.device = precision, precision.device
-        self.raw, self.ema = self.place(model), self.place(ema) if ema is not None else None
+        self.raw, self.ema = self.place(self.cast(model)), self.place(ema) if ema is not None else None
         self.model = self.raw
+
+    def cast(self, model: nn.Module) -> nn.Module:
+        """Gives the weights that are trained their storage dtype; the average stays in fp32."""
+        return self.precision.cast(model)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Puts a model where it computes."""
@@ -48,11 +52,12 @@ class Single:
 
     def model_state(self, model: nn.Module) -> State:
         """The whole state of `model` under its own names. All processes call it; rank 0 gets the values."""
-        return model.state_dict()
+        return self.precision.exact_weights(model, model.state_dict())
 
     def load_model_state(self, model: nn.Module, state: State, strict: bool = True) -> None:
         """Takes up what `model_state` gave, saved by any number of processes; not `strict`: or a part of it."""
         model.load_state_dict(state, strict=strict)
+        self.precision.load_exact_weights(model, state)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         """The whole state of `optimizer`, numbered as by a single process. All processes call it."""
@@ -85,6 +90,10 @@ class Sharded(Single):
     when it computes (ZeRO, arXiv 1910.02054), by PyTorch's fully_shard."""
 
     name = "fully sharded (torch)"
+
+    def cast(self, model: nn.Module) -> nn.Module:
+        # The shards are the fp32 master weights; what is gathered from them is cast.
+        return model
 
     def place(self, model: nn.Module) -> nn.Module:
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard

@@ -46,7 +46,7 @@ class Precision:
             growth_interval=cfg.PRECISION.GROWTH_INTERVAL,
             enabled=scaling,
         )
-        self.master = _NoMaster()
+        self.master = _Master()
         if self.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = self.mode == "tf32"
             torch.backends.cudnn.allow_tf32 = self.mode == "tf32"
@@ -62,19 +62,32 @@ class Precision:
         """Gives the model its storage dtype (16 bit in the pure modes, norms excepted with NORM_FP32)."""
         if self.pure:
             model.to(self.dtype)
+            model.register_forward_pre_hook(lambda _, args: tuple(a.to(self.dtype) for a in args))
             if cfg.PRECISION.NORM_FP32:
                 _keep_norms_fp32(model, self.dtype)
         return model
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes `optimizer` step fp32 master weights in the pure modes (call before its first step)."""
-        if self.pure:
-            self.master = _Master(optimizer)
+        """Makes `optimizer` step fp32 master weights in place of 16-bit ones (call before its first step)."""
+        self.master = _Master(optimizer)
+
+    def exact_weights(self, model: nn.Module, state: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+        """`state`, of `model`, with each 16-bit weight replaced by its fp32 master."""
+        masters = self.master.by_weight()
+        return {**state, **{n: masters[id(p)].detach() for n, p in model.named_parameters() if id(p) in masters}}
+
+    def load_exact_weights(self, model: nn.Module, state: Dict[str, torch.Tensor]) -> None:
+        """Sets the masters of `model`'s weights from a state, of any precision."""
+        masters = self.master.by_weight()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if id(parameter) in masters and name in state:
+                    masters[id(parameter)].copy_(state[name])
 
     def forward(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         """Runs `model` on images (batch, channels, height, width); logits come back in at least fp32 for the loss."""
         with self.autocast():
-            logits = model(images.to(self.dtype) if self.pure else images)
+            logits = model(images)
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
     def autocast(self):
@@ -122,39 +135,30 @@ def _keep_norms_fp32(model: nn.Module, dtype: torch.dtype) -> None:
             module.register_forward_hook(lambda _, args, output: output.to(dtype))
 
 
-class _NoMaster:
-    """The optimizer steps the model's own weights."""
-
-    def take_gradients(self):
-        """Nothing to move."""
-
-    def give_weights(self):
-        """Nothing to move."""
-
-    def zero_grad(self):
-        """The optimizer's own gradients are all there are."""
-
-
 class _Master:
-    """fp32 copies of 16-bit weights, which the optimizer steps in their place.
+    """fp32 copies of 16-bit weights, which the optimizer steps in their place; of others there are none.
 
     An update far smaller than a weight would vanish in 16-bit addition; the copy keeps it. All moves are
     multi-tensor kernels.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
+    def __init__(self, optimizer: Optional[torch.optim.Optimizer] = None):
         self.weights: List[torch.Tensor] = []
         self.copies: List[torch.Tensor] = []
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if optimizer else ():
             group["params"] = [self._copy_of(p) for p in group["params"]]
 
     def _copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        if parameter.dtype is torch.float32:
+        if parameter.dtype not in (torch.float16, torch.bfloat16):
             return parameter
         copy = nn.Parameter(parameter.detach().float())
         self.weights.append(parameter)
         self.copies.append(copy)
         return copy
+
+    def by_weight(self) -> Dict[int, torch.Tensor]:
+        """The copies by the id of the weight that they stand for."""
+        return {id(weight): copy for weight, copy in zip(self.weights, self.copies)}
 
     def take_gradients(self) -> None:
         """Moves the gradients to the copies."""

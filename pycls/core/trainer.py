@@ -55,7 +55,7 @@ def setup_model(precision: Precision, with_ema: bool = False) -> parallel.Single
     logger.info(logging.dump_log_data(net.complexity(builders.get_model()), "complexity"))
     logger.info("Precision: %s on %s; %s", precision.mode, precision.device, parallel.describe())
     average = ema.copy_for_ema(model) if with_ema else None
-    return parallel.prepare(precision.cast(model), average, precision)
+    return parallel.prepare(model, average, precision)
 
 
 def setup_run(train_loader, test_loader) -> Run:
