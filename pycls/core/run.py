@@ -122,6 +122,13 @@ class Run:
 # --------------------------------------------------------------- random generators
 
 
+def seed_generators(seed: int) -> None:
+    """Seeds every generator of this process (plug-ins may use any of them)."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def _rng_state() -> Dict[str, Any]:
     """The state of every generator of this process, as plain data."""
     name, keys, position, has_gauss, gauss = np.random.get_state()

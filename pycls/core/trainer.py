@@ -18,7 +18,7 @@ from pycls.core.errors import UserError
 from pycls.core.interrupt import Interrupted, StopRequest
 from pycls.core.io import atomic_write
 from pycls.core.precision import Precision
-from pycls.core.run import Run, own_out_dir
+from pycls.core.run import Run, own_out_dir, seed_generators
 from pycls.core.transfer import device_batches
 from pycls.datasets import loader as data_loader
 
@@ -41,7 +41,7 @@ def setup_env(save_config: bool = False) -> None:
     logging.log_environment()
     logger.info("Config:\n%s", cfg.dump())
     logger.info(logging.dump_log_data(cfg, "cfg", None))
-    torch.manual_seed(cfg.RNG_SEED)
+    seed_generators(cfg.RNG_SEED)
     torch.backends.cudnn.benchmark = cfg.CUDNN.BENCHMARK
     if cfg.CUDNN.BENCHMARK and dist.device_type() == "cuda":
         logger.info("CUDNN.BENCHMARK is on: results may differ in rounding from run to run, whatever RNG_SEED")
@@ -63,7 +63,7 @@ def setup_run(train_loader, test_loader) -> Run:
     precision = Precision()
     plan = setup_model(precision, with_ema=True)
     # Weights are initialised alike everywhere; from here on each process draws its own dropout masks.
-    torch.manual_seed(cfg.RNG_SEED + dist.get_rank())
+    seed_generators(cfg.RNG_SEED + dist.get_rank())
     class_names = getattr(train_loader.dataset, "class_names", None)
     return Run(plan, precision, len(train_loader), len(test_loader), class_names)
 
