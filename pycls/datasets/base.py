@@ -1,0 +1,31 @@
+"""What all data sets share: samples whose randomness comes from a seed, and class names.
+
+A data set is map-style: `ds[key]` with key an index, or (index, seed) where seed is a tuple of integers. All
+randomness of the sample comes from that seed, so it is the same in any worker of any process.
+"""
+
+from typing import List, Tuple, Union
+
+import numpy as np
+from torch.utils.data import Dataset
+
+Key = Union[int, Tuple[int, Tuple[int, ...]]]
+
+
+class ImageDataset(Dataset):
+    """Base class. A subclass sets `labels` (an integer array, one per sample) and `class_names`, and has `load`."""
+
+    labels: np.ndarray
+    class_names: List[str]
+
+    def load(self, index: int, rng: np.random.Generator) -> np.ndarray:
+        """Returns sample `index` as a normalised float32 image (channels, height, width)."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: Key) -> Tuple[np.ndarray, int]:
+        index, seed = key if isinstance(key, tuple) else (key, None)
+        image = self.load(index, np.random.default_rng(seed))
+        return np.ascontiguousarray(image, dtype=np.float32), int(self.labels[index])
+
+    def __len__(self) -> int:
+        return len(self.labels)

@@ -1,0 +1,88 @@
+"""CIFAR-10 as its authors publish it: python batches of 32 x 32 pictures (Krizhevsky 2009)."""
+
+import io
+import os
+import pickle
+
+import numpy as np
+
+from pycls.core.config import cfg
+from pycls.core.errors import UserError
+from pycls.datasets import transforms
+from pycls.datasets.base import ImageDataset
+
+# On 0..255, RGB.
+_MEAN = np.array([125.3, 123.0, 113.9], dtype=np.float32).reshape(3, 1, 1)
+_STD = np.array([63.0, 62.1, 66.7], dtype=np.float32).reshape(3, 1, 1)
+_SIDE, _PADDING = 32, 4
+_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+_FILES = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"], "val": ["test_batch"]}
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads numpy arrays, bytes, text, numbers, lists and dicts; anything else in a pickle is refused unread."""
+
+    _ALLOWED = {
+        ("numpy.core.multiarray", "_reconstruct"),
+        ("numpy._core.multiarray", "_reconstruct"),
+        ("numpy", "ndarray"),
+        ("numpy", "dtype"),
+        ("_codecs", "encode"),
+    }
+
+    def find_class(self, module: str, name: str):
+        if (module, name) not in self._ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        # numpy renamed its inner package in version 2; files keep the old name.
+        if module.startswith("numpy") and name == "_reconstruct":
+            module = np.ndarray.__reduce__(np.zeros(1))[0].__module__
+        return super().find_class(module, name)
+
+
+def read_batch(path: str):
+    """Reads one python batch.
+
+    Returns:
+        (pictures uint8 (n, 3, 32, 32), labels int64 (n,)).
+    Raises:
+        UserError: not there, damaged, or holding more than arrays, bytes and lists.
+    """
+    try:
+        with open(path, "rb") as f:
+            batch = _ArraysOnly(io.BytesIO(f.read()), encoding="bytes").load()
+        images = np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, _SIDE, _SIDE)
+        labels = np.asarray(batch.get(b"labels", batch.get(b"fine_labels")), dtype=np.int64)
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror}") from None
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UserError(f"{path}: is not a CIFAR-10 python batch ({type(error).__name__}: {error})") from None
+    if len(images) != len(labels):
+        raise UserError(f"{path}: holds {len(images)} pictures but {len(labels)} labels")
+    return images, labels
+
+
+class Cifar10(ImageDataset):
+    """Splits: train (data_batch_1..5) and test (test_batch, also called val)."""
+
+    def __init__(self, data_path: str, split: str):
+        """Args: data_path: the folder of the batches, or the one that holds `cifar-10-batches-py`."""
+        if split not in _FILES:
+            raise UserError(f"cifar10: unknown split {split!r}; allowed: train, test (or val)")
+        if cfg.TRAIN.IM_SIZE != _SIDE:
+            raise UserError(f"TRAIN.IM_SIZE: cifar10 has pictures of {_SIDE} pixels, not {cfg.TRAIN.IM_SIZE}")
+        inner = os.path.join(data_path, "cifar-10-batches-py")
+        self.path = inner if os.path.isdir(inner) else data_path
+        batches = [read_batch(os.path.join(self.path, name)) for name in _FILES[split]]
+        self.images = np.concatenate([images for images, _ in batches])
+        self.labels = np.concatenate([labels for _, labels in batches])
+        self.class_names = list(_NAMES)
+        self.train = split == "train"
+        self.order = transforms.channel_order(cfg.DATA_LOADER.CHANNEL_ORDER, "rgb")
+
+    def load(self, index: int, rng: np.random.Generator) -> np.ndarray:
+        image = (self.images[index].astype(np.float32) - _MEAN) / _STD
+        if self.train:
+            # Padded after normalisation, so with the mean colour (PyCls).
+            image = transforms.random_flip(image.transpose(1, 2, 0), rng)
+            image = transforms.random_pad_crop(image, _SIDE, _PADDING, rng).transpose(2, 0, 1)
+        return image[::-1] if self.order == "bgr" else image

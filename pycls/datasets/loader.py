@@ -1,0 +1,216 @@
+"""Loaders for training and testing: which sample goes to which process, and in which order.
+
+The order of an epoch is one permutation, drawn from RNG_SEED and the epoch. A global batch is a run of it, and
+each process takes its slice of each global batch: however many processes and workers there are, a step sees the
+same samples, augmented alike.
+"""
+
+import os
+from functools import partial
+from typing import Callable, Iterator, List
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from pycls.core import distributed as dist
+from pycls.core.config import cfg
+from pycls.core.errors import UserError, look_up
+from pycls.core.logging import get_logger
+from pycls.datasets.cifar10 import Cifar10
+from pycls.datasets.digits import Digits
+from pycls.datasets.imagefolder import ImageFolder
+from pycls.datasets.imagenet import ImageNet
+
+logger = get_logger(__name__)
+
+_DATASETS = {
+    "cifar10": Cifar10,
+    "digits": Digits,
+    "imagefolder": ImageFolder,
+    "imagenet": ImageNet,
+    "imagenet-21k": ImageNet,
+}
+# Data sets that come from a package, not from a folder.
+_EMBEDDED = {"digits"}
+_DATA_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
+
+
+def register_dataset(name: str, ctor: Callable[[str, str], Dataset]) -> None:
+    """Makes `ctor(data_path, split)` available as TRAIN.DATASET and TEST.DATASET `name`."""
+    _DATASETS[name] = ctor
+
+
+def construct_dataset(name: str, split: str, key: str) -> Dataset:
+    """Builds the data set that the config key `key` names.
+
+    Raises:
+        UserError: unknown name, or its folder is not there.
+    """
+    ctor = look_up(_DATASETS, name, key)
+    path = cfg.DATA_LOADER.DATA_DIR or os.path.join(_DATA_DIR, name)
+    if name not in _EMBEDDED and not os.path.exists(path):
+        raise UserError(f"{key}: the folder {path} of {name} is not there; set DATA_LOADER.DATA_DIR, or link it there")
+    return ctor(path, split)
+
+
+# ------------------------------------------------------------------------ samplers
+
+
+class TrainSampler:
+    """Batches of keys (index, seed) for one process; position inside the epoch included."""
+
+    def __init__(self, samples: int, global_batch: int, rank: int, world_size: int, seed: int):
+        self.samples, self.global_batch, self.rank, self.seed = samples, global_batch, rank, seed
+        self.batch = global_batch // world_size
+        self.epoch = self.start = 0
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch; the samples that don't fill a last global batch wait for another epoch."""
+        return self.samples // self.global_batch
+
+    def __iter__(self) -> Iterator[List]:
+        order = np.random.default_rng((self.seed, self.epoch)).permutation(self.samples)
+        for iteration in range(self.start, len(self)):
+            first = iteration * self.global_batch + self.rank * self.batch
+            yield [(int(i), (self.seed, self.epoch, int(i))) for i in order[first : first + self.batch]]
+
+
+class TestSampler:
+    """Batches of indices for one process: every sample once over all processes.
+
+    All processes yield equally many batches (a sharded model computes together). What is missing in the last
+    global batch is made up by repeated samples, marked by a negative index, whose label comes out as -1.
+    """
+
+    __test__ = False  # not a test class, whatever pytest thinks of the name
+
+    def __init__(self, samples: int, global_batch: int, rank: int, world_size: int):
+        self.samples, self.global_batch = samples, global_batch
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.global_batch)
+
+    def __iter__(self) -> Iterator[List[int]]:
+        for start in range(0, self.samples, self.global_batch):
+            rows = np.arange(start, min(start + self.global_batch, self.samples))
+            # The largest share is ceil(rows / world_size); processes with less fill up, never with nothing.
+            share = -(-len(rows) // self.world_size)
+            own = rows[self.rank * share : (self.rank + 1) * share]
+            yield [int(i) for i in own] + [-1 - int(rows[0])] * (share - len(own))
+
+
+class _Padded(Dataset):
+    """Gives padding (a negative index) the label -1, which no statistic counts."""
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+        self.class_names = getattr(dataset, "class_names", None)
+
+    def __getitem__(self, index: int):
+        if index >= 0:
+            return self.dataset[index]
+        return self.dataset[-1 - index][0], -1
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+# ------------------------------------------------------------------------- loaders
+
+
+def _start_worker(worker: int, threads: int) -> None:
+    # OpenCV would start a thread per core in every worker; parallelism comes from the workers.
+    import cv2
+
+    cv2.setNumThreads(0)
+    torch.set_num_threads(threads)
+
+
+class _Loader(DataLoader):
+    """DataLoader whose length is that of a whole epoch and whose dead workers are explained."""
+
+    def __iter__(self):
+        try:
+            yield from super().__iter__()
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise UserError(
+                f"a loader worker died ({str(error).splitlines()[0]}); too little shared memory (/dev/shm) or memory is "
+                f"the usual cause: lower DATA_LOADER.NUM_WORKERS from {self.num_workers} (0 loads without workers), "
+                "or give the container more shared memory"
+            ) from None
+
+
+def _construct_loader(dataset: Dataset, sampler) -> DataLoader:
+    d = cfg.DATA_LOADER
+    if d.MODE == "ffcv":
+        raise UserError("DATA_LOADER.MODE: ffcv is not available; set DATA_LOADER.MODE pytorch")
+    workers = {}
+    if d.NUM_WORKERS:
+        workers = {
+            "prefetch_factor": d.PREFETCH,
+            "persistent_workers": True,
+            "multiprocessing_context": d.START_METHOD or None,
+            "worker_init_fn": partial(_start_worker, threads=d.WORKER_THREADS),
+        }
+    return _Loader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=d.NUM_WORKERS,
+        pin_memory=d.PIN_MEMORY and dist.device_type() == "cuda",
+        # A generator of its own: iterating must not move the global one, which dropout draws from.
+        generator=torch.Generator(),
+        **workers,
+    )
+
+
+def construct_train_loader() -> DataLoader:
+    """The training loader of the config; see `shuffle`.
+
+    Raises:
+        UserError: among others, when the split is smaller than one global batch.
+    """
+    dataset = construct_dataset(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, "TRAIN.DATASET")
+    _check_classes(dataset, cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT)
+    if len(dataset) < cfg.TRAIN.BATCH_SIZE:
+        raise UserError(
+            f"TRAIN.BATCH_SIZE: a global batch of {cfg.TRAIN.BATCH_SIZE} is more than the {len(dataset)} images of split "
+            f"{cfg.TRAIN.SPLIT!r}"
+        )
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return _construct_loader(dataset, TrainSampler(len(dataset), cfg.TRAIN.BATCH_SIZE, rank, world, cfg.RNG_SEED))
+
+
+def construct_test_loader() -> DataLoader:
+    """The test loader of the config, in a fixed order."""
+    dataset = construct_dataset(cfg.TEST.DATASET, cfg.TEST.SPLIT, "TEST.DATASET")
+    _check_classes(dataset, cfg.TEST.DATASET, cfg.TEST.SPLIT)
+    sampler = TestSampler(len(dataset), cfg.TEST.BATCH_SIZE, dist.get_rank(), dist.get_world_size())
+    return _construct_loader(_Padded(dataset), sampler)
+
+
+def shuffle(loader: DataLoader, cur_epoch: int, start_iter: int = 0) -> None:
+    """Sets the epoch (from 0) whose order the training loader follows, from iteration `start_iter` (from 0) on."""
+    sampler = loader.batch_sampler
+    sampler.epoch, sampler.start = cur_epoch, start_iter
+
+
+def _check_classes(dataset, name: str, split: str) -> None:
+    """Holds the classes that were found against MODEL.NUM_CLASSES, before a label breaks the loss."""
+    labels = getattr(dataset, "labels", None)
+    if labels is None or not len(labels):
+        return
+    highest, found = int(labels.max()) + 1, len(getattr(dataset, "class_names", ()))
+    classes, place = max(highest, found), getattr(dataset, "path", name)
+    if classes > cfg.MODEL.NUM_CLASSES:
+        raise UserError(
+            f"MODEL.NUM_CLASSES: {cfg.MODEL.NUM_CLASSES}, but {place} (split {split!r}) holds {classes} classes; "
+            f"set MODEL.NUM_CLASSES {classes}"
+        )
+    if classes < cfg.MODEL.NUM_CLASSES:
+        logger.warning("MODEL.NUM_CLASSES is %d, but %s (split %r) holds only %d classes",
+                       cfg.MODEL.NUM_CLASSES, place, split, classes)  # fmt: skip
+    logger.info("Data set %s, split %s: %d images of %d classes", name, split, len(dataset), classes)
