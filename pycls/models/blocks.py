@@ -1,0 +1,155 @@
+"""What the conv nets share: squeeze-and-excitation, residual sums, initialisation; and PyCls's own helper names."""
+
+from typing import Dict, List, Tuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from pycls.core.config import cfg
+from pycls.models.layers import Act, Chain, Conv, GlobalPool, Linear, List as Listed, MaxPool, Norm2d, Scaled
+
+# ------------------------------------------------------------------------ modules
+
+
+class SE(nn.Sequential):
+    """Squeeze-and-excitation (Hu et al., arXiv 1709.01507): x * f_ex(mean of x)."""
+
+    def forward(self, x):
+        """x: (batch, channels, h, w); returns the same shape."""
+        return x * self.f_ex(self.avg_pool(x))
+
+
+def squeeze_excite(w_in: int, w_se: int) -> Scaled:
+    """Spec of SE on `w_in` channels, squeezed to `w_se`."""
+    excite = Listed(Conv(w_in, w_se, 1, bias=True), Act(), Conv(w_se, w_in, 1, bias=True), Act("sigmoid"))
+    return Scaled(SE, avg_pool=GlobalPool(), f_ex=excite)
+
+
+class ResBlock(nn.Sequential):
+    """activation(shortcut(x) + f(x)); the shortcut is x, or norm and projection of it where the shape changes."""
+
+    def forward(self, x):
+        """x: (batch, w_in, h, w); returns (batch, w_out, h / stride, w / stride)."""
+        shortcut = self.bn(self.proj(x)) if "proj" in self._modules else x
+        return self.af(shortcut + self.f(x))
+
+
+def drop_path(x: torch.Tensor, rate: float, batch_dim: int = 0) -> torch.Tensor:
+    """Zeroes whole samples with chance `rate` and scales the others up (stochastic depth, arXiv 1603.09382)."""
+    shape = [1] * x.dim()
+    shape[batch_dim] = x.shape[batch_dim]
+    keep = 1.0 - rate
+    return x * torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(keep).div_(keep)
+
+
+drop_connect = drop_path
+
+
+def init_weights(m: nn.Module) -> None:
+    """PyCls's initialisation of a conv net's layer (He et al., arXiv 1502.01852, by fan-out); for `model.apply`."""
+    if isinstance(m, nn.Conv2d):
+        fan_out = m.kernel_size[0] * m.kernel_size[1] * m.out_channels
+        nn.init.normal_(m.weight, std=(2.0 / fan_out) ** 0.5)
+    elif isinstance(m, nn.BatchNorm2d):
+        zero = cfg.BN.ZERO_INIT_FINAL_GAMMA and getattr(m, "final_bn", False)
+        nn.init.constant_(m.weight, 0.0 if zero else 1.0)
+        nn.init.zeros_(m.bias)
+    elif isinstance(m, nn.Linear):
+        nn.init.normal_(m.weight, std=0.01)
+        nn.init.zeros_(m.bias)
+
+
+# ----------------------------------------------------------------- width arithmetic
+
+
+def adjust_block_compatibility(ws, bs, gs) -> Tuple[List[int], List[float], List[int]]:
+    """Makes widths, bottleneck multipliers and group widths go together (RegNet, arXiv 2003.13678, as PyCls)."""
+    assert len(ws) == len(bs) == len(gs) and all(w > 0 and b > 0 and g > 0 for w, b, g in zip(ws, bs, gs))
+    assert all(b < 1 or b % 1 == 0 for b in bs)
+    vs = [int(max(1, w * b)) for w, b in zip(ws, bs)]
+    gs = [int(min(g, v)) for g, v in zip(gs, vs)]
+    ms = [int(np.lcm(g, int(b))) if b > 1 else g for g, b in zip(gs, bs)]
+    vs = [max(m, int(round(v / m) * m)) for v, m in zip(vs, ms)]
+    ws = [int(v / b) for v, b in zip(vs, bs)]
+    return ws, bs, gs
+
+
+# ------------------------------------------------------- PyCls's names, for plug-ins
+
+
+def conv2d(w_in, w_out, k, *, stride=1, groups=1, bias=False) -> nn.Module:
+    """A 2-d convolution with "same" padding."""
+    return Conv(w_in, w_out, k, stride, groups, bias).build()
+
+
+def norm2d(w_in) -> nn.Module:
+    """A batch norm with the config's epsilon and momentum."""
+    return Norm2d(w_in).build()
+
+
+def pool2d(_w_in, k, *, stride=1) -> nn.Module:
+    """A max pooling with "same" padding."""
+    return MaxPool(_w_in, k, stride).build()
+
+
+def gap2d(_w_in) -> nn.Module:
+    """A global average pooling."""
+    return GlobalPool().build()
+
+
+def linear(w_in, w_out, *, bias=False) -> nn.Module:
+    """A fully connected layer."""
+    return Linear(w_in, w_out, bias).build()
+
+
+def activation(activation_fun=None) -> nn.Module:
+    """The activation that MODEL.ACTIVATION_FUN (or the argument) names."""
+    return Act(activation_fun).build()
+
+
+def layernorm(w_in) -> nn.Module:
+    """A layer norm with the config's epsilon."""
+    return nn.LayerNorm(w_in, eps=cfg.LN.EPS)
+
+
+def _counted(spec, cx: Dict) -> Dict:
+    spec.count(cx)
+    return cx
+
+
+def conv2d_cx(cx, w_in, w_out, k, *, stride=1, groups=1, bias=False) -> Dict:
+    """Adds a conv2d to cx."""
+    return _counted(Conv(w_in, w_out, k, stride, groups, bias), cx)
+
+
+def norm2d_cx(cx, w_in) -> Dict:
+    """Adds a norm2d to cx."""
+    return _counted(Norm2d(w_in), cx)
+
+
+def pool2d_cx(cx, w_in, k, *, stride=1) -> Dict:
+    """Adds a pool2d to cx."""
+    return _counted(MaxPool(w_in, k, stride), cx)
+
+
+def gap2d_cx(cx, _w_in) -> Dict:
+    """Adds a gap2d to cx."""
+    return _counted(GlobalPool(), cx)
+
+
+def linear_cx(cx, w_in, w_out, *, bias=False, num_locations=1) -> Dict:
+    """Adds a linear to cx, used at `num_locations` places."""
+    return _counted(Linear(w_in, w_out, bias, num_locations), cx)
+
+
+def layernorm_cx(cx, w_in) -> Dict:
+    """Adds a layernorm to cx."""
+    return _counted(Norm2d(w_in), cx)
+
+
+def stage(block, w_in: int, w_out: int, stride: int, depth: int, params) -> Chain:
+    """Spec of `depth` blocks b1, b2, ...: the first one changes width and size."""
+    return Chain(
+        **{f"b{i + 1}": block(w_out if i else w_in, w_out, 1 if i else stride, params) for i in range(depth)}
+    )

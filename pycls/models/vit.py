@@ -1,0 +1,360 @@
+"""Vision Transformer (Dosovitskiy et al., arXiv 2010.11929), with the convolutional stem of Xiao et al. (arXiv
+2106.14881), as in PyCls: names, initialisation and results are PyCls's, the computation is our own.
+
+Between blocks tokens are (tokens, batch, width) or (batch, tokens, width), VIT.LAYOUT; weights are the same.
+"""
+
+import math
+from functools import partial
+from typing import Callable, Dict, List, NamedTuple, Tuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pycls.core.config import cfg
+from pycls.core.errors import UserError, look_up
+from pycls.models.blocks import drop_path
+from pycls.models.layers import Act, Chain, Conv, LayerNorm, Linear, Norm2d, Patchify, Spec
+
+# ------------------------------------------------------------------------- seams
+
+
+class Layout(NamedTuple):
+    """Where batch and tokens are in a (., ., width) tensor, and how attention's axes are reached from there."""
+
+    batch_dim: int
+    token_dim: int
+    # (., ., heads, channels) -> (batch, heads, tokens, channels), and back.
+    split: Tuple[int, ...]
+    merge: Tuple[int, ...]
+
+
+_LAYOUTS = {
+    "batch_second": Layout(1, 0, (1, 2, 0, 3), (2, 0, 1, 3)),
+    "batch_first": Layout(0, 1, (0, 2, 1, 3), (0, 2, 1, 3)),
+}
+
+
+def _math_attention(q, k, v):
+    """The formula, step by step: the reference that the fast kernels are held to."""
+    logits = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    return logits.softmax(dim=-1) @ v
+
+
+_ATTENTIONS: Dict[str, Callable] = {"sdpa": F.scaled_dot_product_attention, "math": _math_attention}
+
+# ------------------------------------------------------------------------ modules
+
+
+class PatchEmbed(nn.Sequential):
+    """Cuts images (batch, 3, h, w) into patches and embeds each: (batch, patches, width), row by row.
+
+    A convolution whose kernel is its stride is one matrix product over cut-out patches, and is computed so.
+    """
+
+    def forward(self, images):
+        conv = self.patchify
+        (k, _), (batch, channels, h, w) = conv.kernel_size, images.shape
+        patches = images.reshape(batch, channels, h // k, k, w // k, k).permute(0, 2, 4, 1, 3, 5)
+        patches = patches.reshape(batch, (h // k) * (w // k), channels * k * k)
+        return F.linear(patches, conv.weight.flatten(1), conv.bias)
+
+
+class ConvEmbed(nn.Sequential):
+    """Embeds images (batch, 3, h, w) by a stack of convolutions: (batch, positions, width), row by row."""
+
+    def forward(self, images):
+        return super().forward(images).flatten(2).transpose(1, 2)
+
+
+class MultiheadAttention(nn.Module):
+    """Self-attention with one packed projection to queries, keys and values (arXiv 1706.03762).
+
+    Parameters are named as those of `torch.nn.MultiheadAttention`.
+    """
+
+    def __init__(self, width: int, heads: int, layout: Layout, attention: Callable, qk_norm: bool):
+        super().__init__()
+        self.heads, self.layout, self.attention = heads, layout, attention
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        self.out_proj = nn.Linear(width, width)
+        self.ln_q = LayerNorm(width // heads).build() if qk_norm else nn.Identity()
+        self.ln_k = LayerNorm(width // heads).build() if qk_norm else nn.Identity()
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def forward(self, x):
+        """x: tokens in the layout; returns the same shape."""
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k, v = (t.permute(self.layout.split) for t in (self.ln_q(q), self.ln_k(k), v))
+        return self.out_proj(self.attention(q, k, v).permute(self.layout.merge).flatten(2))
+
+
+class EncoderBlock(nn.Sequential):
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, layout: Layout, drop_path: float):
+        super().__init__()
+        self.batch_dim, self.drop_path = layout.batch_dim, drop_path
+        # Learned scales of the residual branches (Touvron et al., arXiv 2103.17239), if any.
+        self.register_parameter("layer_scale_1", None)
+        self.register_parameter("layer_scale_2", None)
+
+    def forward(self, x):
+        """x: tokens in the layout; returns the same shape."""
+        x = x + self._branch(self.self_attention(self.ln_1(x)), self.layer_scale_1)
+        return x + self._branch(self.mlp_block(self.ln_2(x)), self.layer_scale_2)
+
+    def _branch(self, x, scale):
+        x = x if scale is None else x * scale
+        return drop_path(x, self.drop_path, self.batch_dim) if self.training and self.drop_path else x
+
+
+class Attention(Spec):
+    """Spec of a MultiheadAttention over `tokens` tokens."""
+
+    __slots__ = ("make", "width", "heads", "tokens", "qk_norm")
+
+    def __init__(self, width, heads, tokens, layout, attention, qk_norm):
+        self.width, self.heads, self.tokens, self.qk_norm = width, heads, tokens, qk_norm
+        self.make = partial(MultiheadAttention, width, heads, layout, attention, qk_norm)
+
+    def build(self):
+        return self.make()
+
+    def count(self, cx):
+        d, n = self.width, self.tokens
+        Linear(d, 3 * d, tokens=n).count(cx)
+        # Queries times keys, then weights times values.
+        cx["flops"] += 2 * n * n * d
+        cx["acts"] += self.heads * n * n + d * n
+        Linear(d, d, tokens=n).count(cx)
+        cx["params"] += 4 * (d // self.heads) if self.qk_norm else 0
+
+
+# -------------------------------------------------------------------------- model
+
+
+class ViT(nn.Module):
+    """Vision Transformer: images (batch, 3, side, side) -> logits (batch, classes)."""
+
+    @staticmethod
+    def get_params() -> Dict:
+        """What the config says, as plain values."""
+        v = cfg.VIT
+        return {
+            "image_size": cfg.TRAIN.IM_SIZE,
+            "patch_size": v.PATCH_SIZE,
+            "stem_type": v.STEM_TYPE,
+            "c_stem_kernels": v.C_STEM_KERNELS,
+            "c_stem_strides": v.C_STEM_STRIDES,
+            "c_stem_dims": v.C_STEM_DIMS,
+            "n_layers": v.NUM_LAYERS,
+            "n_heads": v.NUM_HEADS,
+            "hidden_d": v.HIDDEN_DIM,
+            "mlp_d": v.MLP_DIM,
+            "cls_type": v.CLASSIFIER_TYPE,
+            "num_classes": cfg.MODEL.NUM_CLASSES,
+            "layout": v.LAYOUT,
+            "attention": v.ATTENTION,
+            "drop_path": v.DROP_PATH,
+            "layer_scale": v.LAYER_SCALE,
+            "pos_embed": v.POS_EMBED,
+            "registers": v.REGISTERS,
+            "qk_norm": v.QK_NORM,
+        }
+
+    @staticmethod
+    def check_params(p: Dict) -> None:
+        """Raises UserError where sizes don't go together, with the numbers and their keys."""
+        if p["hidden_d"] % p["n_heads"]:
+            raise UserError(f"VIT.NUM_HEADS: {p['n_heads']} heads do not divide VIT.HIDDEN_DIM {p['hidden_d']}")
+        if p["pos_embed"] == "sincos" and p["hidden_d"] % 4:
+            raise UserError(f"VIT.HIDDEN_DIM: {p['hidden_d']} must divide by 4 for VIT.POS_EMBED sincos")
+        if p["stem_type"] == "conv":
+            lengths = [len(p[f"c_stem_{name}"]) for name in ("kernels", "strides", "dims")]
+            if len(set(lengths)) > 1 or not lengths[0]:
+                raise UserError(
+                    "VIT.C_STEM_KERNELS, C_STEM_STRIDES and C_STEM_DIMS must be equally long and not empty, not of "
+                    f"{lengths[0]}, {lengths[1]} and {lengths[2]} entries"
+                )
+            if any(k % 2 == 0 for k in p["c_stem_kernels"]):
+                raise UserError(f"VIT.C_STEM_KERNELS: {p['c_stem_kernels']} must all be odd")
+            if p["c_stem_dims"][-1] != p["hidden_d"]:
+                raise UserError(
+                    f"VIT.C_STEM_DIMS: the last one, {p['c_stem_dims'][-1]}, must be VIT.HIDDEN_DIM {p['hidden_d']}"
+                )
+        step, name = _step(p)
+        if p["image_size"] % step:
+            below = p["image_size"] // step * step
+            raise UserError(
+                f"TRAIN.IM_SIZE: {p['image_size']} does not divide by {name} {step}; "
+                f"the nearest sizes are {below or step} and {below + step}"
+            )
+
+    @staticmethod
+    def specs(p: Dict) -> Dict[str, Spec]:
+        """The layers, stated once: the modules and their complexity both follow from this."""
+        d, tokens = p["hidden_d"], token_count(p)
+        layout, attention = look_up(_LAYOUTS, p["layout"], "VIT.LAYOUT"), look_up(_ATTENTIONS, p["attention"], "VIT.ATTENTION")
+        rates = [p["drop_path"] * i / max(p["n_layers"] - 1, 1) for i in range(p["n_layers"])]
+        blocks = {
+            f"block_{i}": Chain(
+                partial(EncoderBlock, layout, rate),
+                ln_1=LayerNorm(d),
+                self_attention=Chain(block=Attention(d, p["n_heads"], tokens, layout, attention, p["qk_norm"])),
+                ln_2=LayerNorm(d),
+                mlp_block=Chain(
+                    linear_1=Linear(d, p["mlp_d"], tokens=tokens), af=Act("gelu"), linear_2=Linear(p["mlp_d"], d, tokens=tokens)
+                ),
+            )
+            for i, rate in enumerate(rates)
+        }
+        stem = Chain(PatchEmbed, patchify=Patchify(3, d, p["patch_size"])) if p["stem_type"] == "patchify" else _conv_stem(p)
+        return {"stem": stem, "encoder": Chain(**blocks, ln=LayerNorm(d)), "head": Chain(head_fc=Linear(d, p["num_classes"]))}
+
+    def __init__(self, params: Dict = None):
+        super().__init__()
+        p = self.get_params() if params is None else params
+        self.check_params(p)
+        d, self.side, self.layout = p["hidden_d"], p["image_size"], _LAYOUTS[p["layout"]]
+        for name, spec in self.specs(p).items():
+            self.add_module(name, spec.build())
+        grid = p["image_size"] // _step(p)[0]
+        self.grid, self.registers_count, self.pooled = grid, p["registers"], p["cls_type"] == "pooled"
+        if not self.pooled:
+            self.class_token = nn.Parameter(torch.zeros(1, 1, d))
+        if p["registers"]:
+            self.registers = nn.Parameter(torch.empty(p["registers"], 1, d).normal_(std=0.02))
+        if p["pos_embed"] == "learned":
+            self.pos_embedding = nn.Parameter(torch.empty(grid * grid + (not self.pooled), 1, d).normal_(std=0.02))
+        else:
+            self.register_buffer("pos_embedding", sincos_embedding(grid, d, not self.pooled), persistent=False)
+        if p["layer_scale"]:
+            for block in self.repeated_blocks():
+                block.layer_scale_1 = nn.Parameter(torch.full((d,), p["layer_scale"]))
+                block.layer_scale_2 = nn.Parameter(torch.full((d,), p["layer_scale"]))
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        """PyCls's initialisation (attention has its own)."""
+        for name, m in self.stem.named_children():
+            if isinstance(m, nn.Conv2d):
+                fan_in = m.in_channels * m.kernel_size[0] * m.kernel_size[1]
+                if name == "patchify":
+                    nn.init.trunc_normal_(m.weight, std=math.sqrt(1.0 / fan_in))
+                else:
+                    last = name == "cstem_last_conv"
+                    nn.init.normal_(m.weight, std=math.sqrt((1.0 if last else 2.0) / m.out_channels))
+                if m.bias is not None:
+                    nn.init.zeros_(m.bias)
+        for block in self.repeated_blocks():
+            for linear in (block.mlp_block.linear_1, block.mlp_block.linear_2):
+                nn.init.xavier_uniform_(linear.weight)
+                nn.init.normal_(linear.bias, std=1e-6)
+        nn.init.zeros_(self.head.head_fc.weight)
+        nn.init.zeros_(self.head.head_fc.bias)
+
+    def repeated_blocks(self) -> List[nn.Module]:
+        """The encoder blocks: what is compiled, sharded or recomputed one by one."""
+        return [m for name, m in self.encoder.named_children() if name.startswith("block_")]
+
+    def forward(self, images):
+        """images: (batch, 3, side, side) of the size that the model was built for. Returns logits (batch, classes)."""
+        if images.shape[-2:] != (self.side, self.side):
+            raise UserError(
+                f"TRAIN.IM_SIZE: this ViT was built for images of {self.side} x {self.side}, not "
+                f"{images.shape[-2]} x {images.shape[-1]}"
+            )
+        batch, tokens = self.layout.batch_dim, self.layout.token_dim
+        x = self._to_layout(self.stem(images), 0)
+        parts = [x]
+        if not self.pooled:
+            parts.insert(0, self._to_layout(self.class_token, 1).expand_as(x.narrow(tokens, 0, 1)))
+        x = (torch.cat(parts, dim=tokens) if len(parts) > 1 else x) + self._to_layout(self.pos_embedding, 1)
+        if self.registers_count:
+            shape = [x.shape[batch], x.shape[batch], x.shape[-1]]
+            shape[tokens] = self.registers_count
+            x = torch.cat([x, self._to_layout(self.registers, 1).expand(shape)], dim=tokens)
+        x = self.encoder(x)
+        x = x.narrow(tokens, 0, self.grid * self.grid).mean(dim=tokens) if self.pooled else x.select(tokens, 0)
+        return self.head(x)
+
+    def _to_layout(self, x, batch_dim: int):
+        """Brings (., ., width) whose batch is in `batch_dim` into the layout."""
+        return x if batch_dim == self.layout.batch_dim else x.transpose(0, 1)
+
+    def adapt_state_dict(self, state: Dict) -> Dict:
+        """Resizes the position embedding of a state for another image size; everything else stays."""
+        name = "pos_embedding"
+        if name not in state or name not in self.state_dict():
+            return state
+        special = 0 if self.pooled else 1
+        return {**state, name: resize_pos_embedding(state[name], self.grid, special)}
+
+    @staticmethod
+    def complexity(cx: Dict, params: Dict = None) -> Dict:
+        """Adds flops, params and acts of one image to cx (PyCls's conventions)."""
+        p = ViT.get_params() if params is None else params
+        ViT.check_params(p)
+        d, positions = p["hidden_d"], token_count(p) - p["registers"]
+        for spec in ViT.specs(p).values():
+            spec.count(cx)
+        cx["params"] += d * positions if p["pos_embed"] == "learned" else 0
+        cx["params"] += d * (p["cls_type"] == "token") + d * p["registers"] + 2 * d * p["n_layers"] * bool(p["layer_scale"])
+        return cx
+
+
+def _step(p: Dict) -> Tuple[int, str]:
+    """Pixels from one token to the next, and the name of the key that says so."""
+    if p["stem_type"] == "patchify":
+        return p["patch_size"], "VIT.PATCH_SIZE"
+    return math.prod(p["c_stem_strides"]), "the product of VIT.C_STEM_STRIDES"
+
+
+def token_count(p: Dict) -> int:
+    """Tokens that the encoder sees: patches, class token, registers."""
+    return (p["image_size"] // _step(p)[0]) ** 2 + (p["cls_type"] == "token") + p["registers"]
+
+
+def _conv_stem(p: Dict) -> Chain:
+    """3x3 convs with batch norm and ReLU, the last one plain with bias."""
+    widths, parts = [3, *p["c_stem_dims"]], {}
+    *convs, last = zip(widths, widths[1:], p["c_stem_kernels"], p["c_stem_strides"])
+    for i, (w_in, w_out, kernel, stride) in enumerate(convs):
+        parts[f"cstem{i}_conv"] = Conv(w_in, w_out, kernel, stride=stride)
+        parts[f"cstem{i}_bn"] = Norm2d(w_out)
+        parts[f"cstem{i}_af"] = Act("relu")
+    w_in, w_out, kernel, stride = last
+    return Chain(ConvEmbed, **parts, cstem_last_conv=Conv(w_in, w_out, kernel, stride=stride, bias=True))
+
+
+def sincos_embedding(grid: int, width: int, class_token: bool) -> torch.Tensor:
+    """Fixed 2-d position embedding (tokens, 1, width): sines and cosines of row and column (MAE, arXiv 2111.06377)."""
+    frequencies = 1.0 / 10000 ** (torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    angles = torch.arange(grid, dtype=torch.float64)[:, None] * frequencies
+    waves = torch.cat([angles.sin(), angles.cos()], dim=1)
+    columns, rows = waves.repeat(grid, 1), waves.repeat_interleave(grid, dim=0)
+    embedding = torch.cat([columns, rows], dim=1)
+    if class_token:
+        embedding = torch.cat([torch.zeros(1, width, dtype=torch.float64), embedding])
+    return embedding[:, None].float()
+
+
+def resize_pos_embedding(embedding: torch.Tensor, grid: int, special: int) -> torch.Tensor:
+    """Resizes a position embedding (special + old grid^2, 1, width) to (special + grid^2, 1, width), bicubic.
+
+    The first `special` tokens (class token) are kept; at the same size, or where the tokens form no square
+    (another kind of classifier), it is returned untouched.
+    """
+    old = math.isqrt(max(embedding.shape[0] - special, 0))
+    if old == grid or old * old != embedding.shape[0] - special or not old:
+        return embedding
+    kept, patches = embedding[:special], embedding[special:]
+    image = patches.reshape(old, old, -1).permute(2, 0, 1)[None].float()
+    image = F.interpolate(image, size=(grid, grid), mode="bicubic", align_corners=False)
+    patches = image[0].permute(1, 2, 0).reshape(grid * grid, 1, -1).to(embedding.dtype)
+    return torch.cat([kept, patches])
