@@ -165,7 +165,9 @@ def time_config() -> Dict:
     if plan.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     train_batch, test_batch = cfg.TRAIN.BATCH_SIZE // cfg.NUM_GPUS, cfg.TEST.BATCH_SIZE // cfg.NUM_GPUS
-    logger.info("Timing %d + %d iterations of testing and of training", cfg.PREC_TIME.WARMUP_ITER, cfg.PREC_TIME.NUM_ITER)
+    logger.info(
+        "Timing %d + %d iterations of testing and of training", cfg.PREC_TIME.WARMUP_ITER, cfg.PREC_TIME.NUM_ITER
+    )
     test = time_test(plan, precision, test_batch)
     train = time_train(plan, precision, train_batch)
     memory = meters.gpu_mem_usage()
@@ -245,5 +247,10 @@ def summary(report: Dict) -> str:
         ("peak memory", f"{report['peak_memory_mb']:.0f} MB"),
     ]  # fmt: skip
     if "bottleneck" in report:
-        rows.append(("loader", f"{report['loader_images_per_second']:.1f} images/s; the bottleneck is the {report['bottleneck']}"))
+        rows.append(
+            (
+                "loader",
+                f"{report['loader_images_per_second']:.1f} images/s; the bottleneck is the {report['bottleneck']}",
+            )
+        )
     return "\n".join(f"  {name:16s} {text}" for name, text in rows)

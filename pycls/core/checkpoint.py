@@ -406,6 +406,12 @@ def differing_keys(checkpoint: Dict) -> List[str]:
 
 
 def _differing_model_keys(checkpoint: Dict) -> List[str]:
-    prefixes = ("MODEL.TYPE", "MODEL.DEPTH", "MODEL.NUM_CLASSES", "TRAIN.IM_SIZE", _SECTIONS.get(cfg.MODEL.TYPE, "MODEL."))
+    prefixes = (
+        "MODEL.TYPE",
+        "MODEL.DEPTH",
+        "MODEL.NUM_CLASSES",
+        "TRAIN.IM_SIZE",
+        _SECTIONS.get(cfg.MODEL.TYPE, "MODEL."),
+    )
     skip = ("VIT.LAYOUT", "VIT.ATTENTION", "VIT.DROP_PATH")
     return [row for row in differing_keys(checkpoint) if row.startswith(prefixes) and not row.startswith(skip)]

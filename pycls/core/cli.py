@@ -32,7 +32,7 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Answers a mistake with one line instead of the whole usage."""
 
     def error(self, message):
@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     # Abbreviated flags would make a typo in a flag mean something.
-    parser = _Parser(
+    parser = Parser(
         description="Train, test and time image classifiers.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cfg", dest="cfg_file", metavar="FILE", help="YAML config")
     parser.add_argument("--plugin", action="append", default=[], metavar="FILE_OR_MODULE",
                         help="Python code that registers models, losses or data sets; may be repeated")  # fmt: skip
-    parser.add_argument("--list-keys", nargs="?", const="", metavar="PREFIX", help="print the config keys and their meaning")
+    parser.add_argument(
+        "--list-keys", nargs="?", const="", metavar="PREFIX", help="print the config keys and their meaning"
+    )
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides")
     return parser
 
@@ -152,7 +154,9 @@ def list_keys(prefix: str = "") -> None:
     """Prints each key that starts with `prefix`: type, default, meaning, allowed values."""
     rows = [o for o in OPTIONS if o.key.lower().startswith(prefix.lower())]
     if not rows:
-        raise UserError(f"--list-keys {prefix}: no key starts so{nearest(prefix, (o.key.split('.')[0] for o in OPTIONS))}")
+        raise UserError(
+            f"--list-keys {prefix}: no key starts so{nearest(prefix, (o.key.split('.')[0] for o in OPTIONS))}"
+        )
     for o in rows:
         allowed = f" Allowed: {', '.join(map(repr, o.choices))}." if o.choices else ""
         print(f"{o.key} ({type(o.default).__name__}, default {o.default!r})\n    {o.meaning}.{allowed}")

@@ -8,8 +8,10 @@ never run code) and then from KEY VALUE words; every mistake names the key and w
 
 import argparse
 import ast
+import copy
 import os
 import warnings
+from contextlib import contextmanager
 from typing import Any, Dict, Iterator, Tuple
 
 import yaml
@@ -18,6 +20,7 @@ from fvcore.common.config import CfgNode as _CfgNode
 from pycls.core.errors import UserError, nearest
 from pycls.core.io import pathmgr
 from pycls.core.options import DEPRECATED, OPTIONS
+from pycls.datasets.augment import make_augment
 
 
 class CfgNode(_CfgNode):
@@ -163,6 +166,21 @@ def reset_cfg() -> None:
         cfg.assign(key, value, "defaults")
 
 
+@contextmanager
+def temporary_cfg() -> Iterator[CfgNode]:
+    """The global config at its defaults, unfrozen; what it was before is put back in the end, whatever happens."""
+    before, frozen = copy.deepcopy(list(cfg.flat())), cfg.is_frozen()
+    reset_cfg()
+    try:
+        yield cfg
+    finally:
+        cfg.defrost()
+        for key, value in before:
+            cfg.assign(key, value, "former config")
+        if frozen:
+            cfg.freeze()
+
+
 def load_cfg(cfg_file: str) -> None:
     """Merges a YAML file into the global config."""
     cfg.merge_from_file(cfg_file)
@@ -262,6 +280,7 @@ def _rule_sharding() -> None:
 def _rule_data() -> None:
     if os.path.basename(cfg.CFG_DEST) != cfg.CFG_DEST or not cfg.CFG_DEST:
         raise UserError(f"CFG_DEST: {cfg.CFG_DEST!r} must be a plain file name, it is written inside OUT_DIR")
+    make_augment(cfg.TRAIN.AUGMENT)
 
 
 _RULES = (_rule_schedule, _rule_batches, _rule_sharding, _rule_data)

@@ -39,7 +39,9 @@ def fetch(url: str, cache_dir: str) -> str:
                 _download(url, path)
     except (OSError, urllib.error.URLError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        raise UserError(f"{url}: can't be downloaded ({reason}); put that file at {path} by hand and try again") from None
+        raise UserError(
+            f"{url}: can't be downloaded ({reason}); put that file at {path} by hand and try again"
+        ) from None
     return path
 
 

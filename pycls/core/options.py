@@ -52,9 +52,13 @@ OPTIONS = (
         "torch's scaled_dot_product_attention, or the explicit formula as reference",
         ("sdpa", "math"),
     ),
-    Option("VIT.DROP_PATH", 0.0, "stochastic depth: rate of the last block, rising linearly from 0", low=0.0, high=0.99),
+    Option(
+        "VIT.DROP_PATH", 0.0, "stochastic depth: rate of the last block, rising linearly from 0", low=0.0, high=0.99
+    ),
     Option("VIT.LAYER_SCALE", 0.0, "initial value of a learned scale per residual channel (0: none)", low=0.0),
-    Option("VIT.POS_EMBED", "learned", "position embedding: learned, or fixed 2-d sines and cosines", ("learned", "sincos")),
+    Option(
+        "VIT.POS_EMBED", "learned", "position embedding: learned, or fixed 2-d sines and cosines", ("learned", "sincos")
+    ),
     Option("VIT.REGISTERS", 0, "extra learned tokens that the classifier ignores", low=0),
     Option("VIT.QK_NORM", False, "layer norm on queries and keys, per head"),
     # ------------------------------------------------------------------ anynet
@@ -125,7 +129,13 @@ OPTIONS = (
     Option("OPTIM.WEIGHT_DECAY", 5e-4, "weight decay", low=0.0),
     Option("OPTIM.BIAS_USE_CUSTOM_WEIGHT_DECAY", False, "use BIAS_CUSTOM_WEIGHT_DECAY for biases"),
     Option("OPTIM.BIAS_CUSTOM_WEIGHT_DECAY", 0.0, "weight decay of biases", low=0.0),
-    Option("OPTIM.LAYER_DECAY", 1.0, "learning rate factor from each ViT block to the one below (1: none)", low=0.0, high=1.0),
+    Option(
+        "OPTIM.LAYER_DECAY",
+        1.0,
+        "learning rate factor from each ViT block to the one below (1: none)",
+        low=0.0,
+        high=1.0,
+    ),
     Option("OPTIM.MOMENTUM", 0.9, "SGD momentum", low=0.0),
     Option("OPTIM.DAMPENING", 0.0, "SGD dampening", low=0.0),
     Option("OPTIM.NESTEROV", True, "SGD with Nesterov momentum"),
@@ -155,7 +165,9 @@ OPTIONS = (
     Option("TRAIN.BATCH_SIZE", 128, "global batch size over all processes", low=1),
     Option("TRAIN.IM_SIZE", 224, "crop side in pixels, for training and testing", low=1),
     Option("TRAIN.AUTO_RESUME", True, "continue from the newest whole checkpoint in OUT_DIR"),
-    Option("TRAIN.CHECKPOINT_ITERS", 0, "also save inside an epoch, every so many iterations (0: only at its end)", low=0),
+    Option(
+        "TRAIN.CHECKPOINT_ITERS", 0, "also save inside an epoch, every so many iterations (0: only at its end)", low=0
+    ),
     Option("TRAIN.CHECKPOINT_KEEP", 0, "keep this many epoch checkpoints (0: all); the best is always kept", low=0),
     Option("TRAIN.WEIGHTS", "", "weights to start from: a path or URL of a checkpoint or bare state dict"),
     Option("TRAIN.MIXED_PRECISION", False, "automatic mixed precision, see PRECISION.MODE"),
@@ -175,13 +187,32 @@ OPTIONS = (
     Option("DATA_LOADER.NUM_WORKERS", 8, "worker processes per rank (0: load in the training process)", low=0),
     Option("DATA_LOADER.PIN_MEMORY", True, "page-locked memory for faster copies to a GPU"),
     Option("DATA_LOADER.DATA_DIR", "", "folder of the data set ('': pycls/datasets/data/NAME, as PyCls)"),
-    Option("DATA_LOADER.SPLIT_FILE", "", "imagefolder: text file of lines 'split<TAB>relative/path' that assigns pictures to splits"),
+    Option(
+        "DATA_LOADER.SPLIT_FILE",
+        "",
+        "imagefolder: text file of lines 'split<TAB>relative/path' that assigns pictures to splits",
+    ),
     Option("DATA_LOADER.PREFETCH", 2, "batches that each worker loads ahead", low=1),
     Option("DATA_LOADER.WORKER_THREADS", 1, "threads that torch may use in each worker", low=1),
-    Option("DATA_LOADER.START_METHOD", "", "how workers start ('': the platform's default)", ("", "fork", "spawn", "forkserver")),
+    Option(
+        "DATA_LOADER.START_METHOD",
+        "",
+        "how workers start ('': the platform's default)",
+        ("", "fork", "spawn", "forkserver"),
+    ),
     Option("DATA_LOADER.DECODER", "opencv", "picture decoder: opencv (as PyCls) or pillow", ("opencv", "pillow")),
-    Option("DATA_LOADER.ON_BAD_IMAGE", "stop", "an unreadable picture: stop the run, or use another one and warn", ("stop", "replace")),
-    Option("DATA_LOADER.CHANNEL_ORDER", "auto", "order of the model's input channels; auto: bgr for imagenet and imagefolder (as PyCls), rgb for cifar10 and digits", ("auto", "bgr", "rgb")),
+    Option(
+        "DATA_LOADER.ON_BAD_IMAGE",
+        "stop",
+        "an unreadable picture: stop the run, or use another one and warn",
+        ("stop", "replace"),
+    ),
+    Option(
+        "DATA_LOADER.CHANNEL_ORDER",
+        "auto",
+        "order of the model's input channels; auto: bgr for imagenet and imagefolder (as PyCls), rgb for cifar10 and digits",
+        ("auto", "bgr", "rgb"),
+    ),
     # ---------------------------------------------------- devices and processes
     Option("DEVICE", "auto", "auto takes CUDA when there is one", ("auto", "cuda", "cpu")),
     Option("NUM_GPUS", 1, "number of processes over all machines: GPUs, or gloo ranks on the CPU", low=1),
@@ -190,17 +221,35 @@ OPTIONS = (
     Option("HOST", "localhost", "host of the rendezvous for local processes"),
     Option("PORT_RANGE", [10000, 65000], "range of rendezvous ports for SLURM jobs (local runs take a free one)"),
     Option("RNG_SEED", 1, "seed of everything random", low=0),
-    Option("CUDNN.BENCHMARK", True, "let cuDNN choose the fastest algorithms; results may differ in rounding from run to run"),
+    Option(
+        "CUDNN.BENCHMARK",
+        True,
+        "let cuDNN choose the fastest algorithms; results may differ in rounding from run to run",
+    ),
     Option("FSDP.ENABLED", False, "shard weights, gradients and optimizer state over the processes"),
-    Option("FSDP.BACKEND", "torch", "PyTorch's fully_shard, or FairScale's FSDP as PyCls used it", ("torch", "fairscale")),
-    Option("FSDP.RESHARD_AFTER_FW", True, "free gathered weights after the forward pass (less memory, more communication)"),
+    Option(
+        "FSDP.BACKEND", "torch", "PyTorch's fully_shard, or FairScale's FSDP as PyCls used it", ("torch", "fairscale")
+    ),
+    Option(
+        "FSDP.RESHARD_AFTER_FW", True, "free gathered weights after the forward pass (less memory, more communication)"
+    ),
     Option("FSDP.LAYER_NORM_FP32", True, "compute layer norms in fp32"),
     Option("FSDP.SHARD_SIZE", 0, "processes that share one copy of the weights (0: all of them)", low=0),
     Option("FSDP.CPU_OFFLOAD", False, "keep sharded weights in host memory"),
     Option("FSDP.STATE", "full", "checkpoints: one file, or a folder of shards", ("full", "sharded")),
     Option("COMPILE.ENABLED", False, "torch.compile the repeated blocks"),
-    Option("COMPILE.MODE", "default", "torch.compile mode", ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")),
-    Option("ACT_CHECKPOINT", "none", "recompute activations in backward: of whole blocks, or of all but matrix products", ("none", "block", "selective")),
+    Option(
+        "COMPILE.MODE",
+        "default",
+        "torch.compile mode",
+        ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    ),
+    Option(
+        "ACT_CHECKPOINT",
+        "none",
+        "recompute activations in backward: of whole blocks, or of all but matrix products",
+        ("none", "block", "selective"),
+    ),
     # -------------------------------------------------------------- timing mode
     Option("PREC_TIME.WARMUP_ITER", 3, "iterations left out of each timing", low=0),
     Option("PREC_TIME.NUM_ITER", 30, "iterations timed", low=1),

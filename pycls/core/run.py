@@ -173,10 +173,14 @@ def own_out_dir() -> Iterator[None]:
         return
     try:
         os.makedirs(checkpoint.get_checkpoint_dir(), exist_ok=True)
-        lock = portalocker.Lock(os.path.join(cfg.OUT_DIR, ".lock"), "a", flags=portalocker.LOCK_EX | portalocker.LOCK_NB)
+        lock = portalocker.Lock(
+            os.path.join(cfg.OUT_DIR, ".lock"), "a", flags=portalocker.LOCK_EX | portalocker.LOCK_NB
+        )
         lock.acquire()
     except portalocker.LockException:
-        raise UserError(f"OUT_DIR: another run is training in {cfg.OUT_DIR}; wait for it or choose another one") from None
+        raise UserError(
+            f"OUT_DIR: another run is training in {cfg.OUT_DIR}; wait for it or choose another one"
+        ) from None
     except OSError as error:
         raise UserError(f"OUT_DIR: {cfg.OUT_DIR} can't be written: {error.strerror}") from None
     try:

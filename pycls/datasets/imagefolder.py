@@ -92,7 +92,9 @@ class ImageFolder(ImageDataset):
     def _from_folders(self, root: str, split: str) -> Tuple[List[str], List[Tuple[int, str]]]:
         splits = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
         if split not in splits:
-            raise UserError(f"{root}: there is no split folder {split!r}{nearest(split, splits)}; it has {_list(splits)}")
+            raise UserError(
+                f"{root}: there is no split folder {split!r}{nearest(split, splits)}; it has {_list(splits)}"
+            )
         own = self._classes(root, split)
         if split != cfg.TRAIN.SPLIT and cfg.TRAIN.SPLIT in splits:
             names = self._classes(root, cfg.TRAIN.SPLIT)
@@ -139,12 +141,16 @@ def _from_split_file(root: str, split: str, split_file: str) -> Tuple[List[str],
                 if not line.strip():
                     continue
                 if len(words) != 2 or "/" not in words[1].replace(os.sep, "/").strip("/"):
-                    raise UserError(f"{split_file}, line {number}: must be 'split<TAB>class/picture', not {line.strip()!r}")
+                    raise UserError(
+                        f"{split_file}, line {number}: must be 'split<TAB>class/picture', not {line.strip()!r}"
+                    )
                 by_split.setdefault(words[0], []).append(words[1])
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"DATA_LOADER.SPLIT_FILE: {split_file} can't be read: {error}") from None
     if split not in by_split:
-        raise UserError(f"{split_file}: has no split {split!r}{nearest(split, by_split)}; it has {_list(sorted(by_split))}")
+        raise UserError(
+            f"{split_file}: has no split {split!r}{nearest(split, by_split)}; it has {_list(sorted(by_split))}"
+        )
 
     def class_of(path):
         return os.path.basename(os.path.dirname(path))

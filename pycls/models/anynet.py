@@ -164,7 +164,9 @@ class AnyNet(nn.Sequential):
             if b is None or g is None:
                 raise UserError(f"ANYNET.BOT_MULS and ANYNET.GROUP_WS are needed by the block {p['block_type']}")
             if round(w * b) % g:
-                raise UserError(f"ANYNET.GROUP_WS: {g} in stage {i} does not divide the bottleneck width {round(w * b)}")
+                raise UserError(
+                    f"ANYNET.GROUP_WS: {g} in stage {i} does not divide the bottleneck width {round(w * b)}"
+                )
 
     @staticmethod
     def specs(p: Dict) -> Dict[str, Spec]:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from pycls.core.config import cfg
-from pycls.models.layers import Act, Chain, Conv, GlobalPool, Linear, List as Listed, MaxPool, Norm2d, Scaled
+from pycls.models.layers import Act, Chain, Conv, GlobalPool, Linear, MaxPool, Norm2d, Scaled
+from pycls.models.layers import List as Listed
 
 # ------------------------------------------------------------------------ modules
 
@@ -150,6 +151,4 @@ def layernorm_cx(cx, w_in) -> Dict:
 
 def stage(block, w_in: int, w_out: int, stride: int, depth: int, params) -> Chain:
     """Spec of `depth` blocks b1, b2, ...: the first one changes width and size."""
-    return Chain(
-        **{f"b{i + 1}": block(w_out if i else w_in, w_out, 1 if i else stride, params) for i in range(depth)}
-    )
+    return Chain(**{f"b{i + 1}": block(w_out if i else w_in, w_out, 1 if i else stride, params) for i in range(depth)})

@@ -50,7 +50,9 @@ class Conv(Spec):
 
     def build(self):
         _odd(self.k)
-        return nn.Conv2d(self.w_in, self.w_out, self.k, self.stride, (self.k - 1) // 2, groups=self.groups, bias=self.bias)
+        return nn.Conv2d(
+            self.w_in, self.w_out, self.k, self.stride, (self.k - 1) // 2, groups=self.groups, bias=self.bias
+        )
 
     def count(self, cx):
         h, w = (cx["h"] - 1) // self.stride + 1, (cx["w"] - 1) // self.stride + 1

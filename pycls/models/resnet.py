@@ -63,9 +63,13 @@ class ResNet(nn.Sequential):
     def check_params(p: Dict) -> None:
         """Raises UserError for a depth that has no network."""
         if p["cifar"] and (p["depth"] < 8 or (p["depth"] - 2) % 6):
-            raise UserError(f"MODEL.DEPTH: {p['depth']} is not allowed for a ResNet on CIFAR, it must be 6n + 2, e.g. 56")
+            raise UserError(
+                f"MODEL.DEPTH: {p['depth']} is not allowed for a ResNet on CIFAR, it must be 6n + 2, e.g. 56"
+            )
         if not p["cifar"] and p["depth"] not in _DEPTHS:
-            raise UserError(f"MODEL.DEPTH: {p['depth']} is not allowed for a ResNet; allowed: {', '.join(map(str, _DEPTHS))}")
+            raise UserError(
+                f"MODEL.DEPTH: {p['depth']} is not allowed for a ResNet; allowed: {', '.join(map(str, _DEPTHS))}"
+            )
 
     @staticmethod
     def specs(p: Dict) -> Dict[str, Spec]:

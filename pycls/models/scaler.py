@@ -23,7 +23,9 @@ def parse_scaling_type(text: str) -> Tuple[float, float, float, float]:
     parts = [re.fullmatch(rf"([{names}])(\d+\.?\d*)", part) for part in text.split("_")]
     weights = {part[1]: float(part[2]) for part in parts if part}
     if not text or None in parts or len(weights) < len(parts) or not any(weights.values()):
-        raise UserError(f"MODEL.SCALING_TYPE: {text!r} is not allowed; allowed: letters of dwgr, or weights as d1_w8_g8_r1")
+        raise UserError(
+            f"MODEL.SCALING_TYPE: {text!r} is not allowed; allowed: letters of dwgr, or weights as d1_w8_g8_r1"
+        )
     return tuple(weights.get(name, 0.0) for name in names)
 
 

@@ -199,7 +199,10 @@ class ViT(nn.Module):
     def specs(p: Dict) -> Dict[str, Spec]:
         """The layers, stated once: the modules and their complexity both follow from this."""
         d, tokens = p["hidden_d"], token_count(p)
-        layout, attention = look_up(_LAYOUTS, p["layout"], "VIT.LAYOUT"), look_up(_ATTENTIONS, p["attention"], "VIT.ATTENTION")
+        layout, attention = (
+            look_up(_LAYOUTS, p["layout"], "VIT.LAYOUT"),
+            look_up(_ATTENTIONS, p["attention"], "VIT.ATTENTION"),
+        )
         rates = [p["drop_path"] * i / max(p["n_layers"] - 1, 1) for i in range(p["n_layers"])]
         blocks = {
             f"block_{i}": Chain(
@@ -208,13 +211,23 @@ class ViT(nn.Module):
                 self_attention=Chain(block=Attention(d, p["n_heads"], tokens, layout, attention, p["qk_norm"])),
                 ln_2=LayerNorm(d),
                 mlp_block=Chain(
-                    linear_1=Linear(d, p["mlp_d"], tokens=tokens), af=Act("gelu"), linear_2=Linear(p["mlp_d"], d, tokens=tokens)
+                    linear_1=Linear(d, p["mlp_d"], tokens=tokens),
+                    af=Act("gelu"),
+                    linear_2=Linear(p["mlp_d"], d, tokens=tokens),
                 ),
             )
             for i, rate in enumerate(rates)
         }
-        stem = Chain(PatchEmbed, patchify=Patchify(3, d, p["patch_size"])) if p["stem_type"] == "patchify" else _conv_stem(p)
-        return {"stem": stem, "encoder": Chain(**blocks, ln=LayerNorm(d)), "head": Chain(head_fc=Linear(d, p["num_classes"]))}
+        stem = (
+            Chain(PatchEmbed, patchify=Patchify(3, d, p["patch_size"]))
+            if p["stem_type"] == "patchify"
+            else _conv_stem(p)
+        )
+        return {
+            "stem": stem,
+            "encoder": Chain(**blocks, ln=LayerNorm(d)),
+            "head": Chain(head_fc=Linear(d, p["num_classes"])),
+        }
 
     def __init__(self, params: Dict = None):
         super().__init__()
@@ -304,7 +317,9 @@ class ViT(nn.Module):
         for spec in ViT.specs(p).values():
             spec.count(cx)
         cx["params"] += d * positions if p["pos_embed"] == "learned" else 0
-        cx["params"] += d * (p["cls_type"] == "token") + d * p["registers"] + 2 * d * p["n_layers"] * bool(p["layer_scale"])
+        cx["params"] += (
+            d * (p["cls_type"] == "token") + d * p["registers"] + 2 * d * p["n_layers"] * bool(p["layer_scale"])
+        )
         return cx
 
 

@@ -27,7 +27,13 @@ def test_every_option_has_a_meaning_and_a_valid_default(fresh_cfg):
 
 @pytest.mark.parametrize(
     "key, value",
-    [("OPTIM.BETA2", 0.999), ("TRAIN.PCA_STD", 0.1), ("BN.NUM_SAMPLES_PRECISE", 8192), ("LOG_PERIOD", 10), ("TEST.SPLIT", "val")],
+    [
+        ("OPTIM.BETA2", 0.999),
+        ("TRAIN.PCA_STD", 0.1),
+        ("BN.NUM_SAMPLES_PRECISE", 8192),
+        ("LOG_PERIOD", 10),
+        ("TEST.SPLIT", "val"),
+    ],
 )
 def test_pycls_defaults_are_kept(fresh_cfg, key, value):
     assert dict(fresh_cfg.flat())[key] == value
@@ -39,11 +45,13 @@ def test_pycls_defaults_are_kept(fresh_cfg, key, value):
 )
 def test_numbers_in_yaml_become_floats(fresh_cfg, tmp_path, text, value):
     config.load_cfg(write(tmp_path, f"OPTIM: {{BASE_LR: {text}}}"))
-    assert fresh_cfg.OPTIM.BASE_LR == value and type(fresh_cfg.OPTIM.BASE_LR) is float
+    assert value == fresh_cfg.OPTIM.BASE_LR and type(fresh_cfg.OPTIM.BASE_LR) is float
 
 
 def test_overrides_take_literals_and_plain_text(fresh_cfg):
-    fresh_cfg.merge_from_list(["OPTIM.STEPS", "[0, 30]", "VIT.QK_NORM", "true", "OUT_DIR", r"C:\new\runs", "DESC", "12"])
+    fresh_cfg.merge_from_list(
+        ["OPTIM.STEPS", "[0, 30]", "VIT.QK_NORM", "true", "OUT_DIR", r"C:\new\runs", "DESC", "12"]
+    )
     assert (fresh_cfg.OPTIM.STEPS, fresh_cfg.VIT.QK_NORM) == ([0, 30], True)
     assert (fresh_cfg.OUT_DIR, fresh_cfg.DESC) == (r"C:\new\runs", "12")
 
@@ -118,14 +126,18 @@ def test_bad_value_is_refused_before_work_starts(fresh_cfg, words, message):
     assert fresh_cfg.dump() == before
 
 
-@pytest.mark.parametrize("text", ["MEM: {RELU_INPLACE: True}", "OPTIM: {GAMMA: 0.1}", "PORT: 12001", "TRAIN: {EVAL_PERIOD: 1}"])
+@pytest.mark.parametrize(
+    "text", ["MEM: {RELU_INPLACE: True}", "OPTIM: {GAMMA: 0.1}", "PORT: 12001", "TRAIN: {EVAL_PERIOD: 1}"]
+)
 def test_removed_keys_warn_and_load(fresh_cfg, tmp_path, text):
     with pytest.warns(UserWarning, match="ignored"):
         config.load_cfg(write(tmp_path, text))
 
 
 def test_saved_config_loads_back_to_the_same(fresh_cfg, tmp_path):
-    fresh_cfg.merge_from_list(["OUT_DIR", str(tmp_path), "OPTIM.BASE_LR", "1e-5", "OPTIM.STEPS", "[0,1]", "DESC", "it's: #1"])
+    fresh_cfg.merge_from_list(
+        ["OUT_DIR", str(tmp_path), "OPTIM.BASE_LR", "1e-5", "OPTIM.STEPS", "[0,1]", "DESC", "it's: #1"]
+    )
     path = config.dump_cfg()
     before = dict(fresh_cfg.flat())
     config.reset_cfg()

@@ -43,7 +43,9 @@ def start(config, out_dir, *words, **env):
     command += ["NUM_GPUS", env.pop("processes", "1")]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     # A group of its own, so that a kill reaches the ranks in the same instant as their parent.
-    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    return subprocess.Popen(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
 
 
 def finish(process):

@@ -105,5 +105,7 @@ def test_steps_multiply_from_their_epoch_on(fresh_cfg, epoch, factor):
 
 
 def test_exponential_is_a_straight_line_in_logarithms(fresh_cfg):
-    fresh_cfg.merge_from_list(["OPTIM.LR_POLICY", "exp", "OPTIM.MIN_LR", 0.01, "OPTIM.MAX_EPOCH", 10, "OPTIM.BASE_LR", 1.0])
+    fresh_cfg.merge_from_list(
+        ["OPTIM.LR_POLICY", "exp", "OPTIM.MIN_LR", 0.01, "OPTIM.MAX_EPOCH", 10, "OPTIM.BASE_LR", 1.0]
+    )
     assert [round(math.log10(optim.get_epoch_lr(e)), 9) for e in (0, 5, 10)] == [0, -1, -2]

@@ -51,11 +51,12 @@ def test_same_seed_gives_the_same_bits_whatever_the_workers(train):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_two_processes_compute_what_one_does(train, accumulate):
-    words = (*ONE, "VIT.DROP_PATH", 0.0, "OPTIM.ACCUM_ITERS", accumulate)
-    one, _ = train("one", *ONE, "VIT.DROP_PATH", 0.0)
-    two, _ = train("two", *words, "NUM_GPUS", 2)
+    # Not Adam: it would blow up the rounding of gradients that are zero by construction (the keys' bias).
+    words = (*ONE, "VIT.DROP_PATH", 0.0, "OPTIM.OPTIMIZER", "sgd", "OPTIM.BASE_LR", 0.1)
+    one, _ = train("one", *words)
+    two, _ = train("two", *words, "NUM_GPUS", 2, "OPTIM.ACCUM_ITERS", accumulate)
     for name, value in weights(one).items():
-        assert torch.allclose(value, weights(two)[name], atol=2e-5), name
+        assert torch.allclose(value, weights(two)[name], atol=1e-6), name
     for kind in ("train_iter", "test_epoch", "test_ema_epoch"):
         for metric in ("top1_err", "loss"):
             if metric in records(one, kind):
@@ -120,8 +121,8 @@ def test_moving_the_output_folder_keeps_resume_working(train):
 
 
 def test_fine_tuning_on_other_classes_and_size(train, tmp_path):
-    from sklearn.datasets import load_digits
     import cv2
+    from sklearn.datasets import load_digits
 
     digits = load_digits()
     for split, rows in (("train", range(0, 400)), ("val", range(400, 500))):
@@ -151,7 +152,9 @@ def test_the_documented_plug_in_trains(train):
 def test_one_output_folder_holds_one_run_at_a_time(train, tiny_run, tmp_path):
     command = [sys.executable, os.path.join(ROOT, "tools", "run_net.py"), "--mode", "train", "--cfg", str(tiny_run)]
     command += ["OUT_DIR", str(tmp_path / "run"), "OPTIM.MAX_EPOCH", "1000"]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    first = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "run" / "stdout.log").exists() and time.monotonic() < deadline:
@@ -165,19 +168,27 @@ def test_one_output_folder_holds_one_run_at_a_time(train, tiny_run, tmp_path):
 
 
 def test_logs_hold_pycls_records_and_no_secrets(train, run_tool, tiny_run, tmp_path):
-    done = run_tool("run_net.py", "--mode", "train", "--cfg", tiny_run, "OUT_DIR", tmp_path / "run", *ONE, MY_TOKEN="s3cr3t-value")
+    done = run_tool(
+        "run_net.py", "--mode", "train", "--cfg", tiny_run, "OUT_DIR", tmp_path / "run", *ONE, MY_TOKEN="s3cr3t-value"
+    )
     assert done.returncode == 0, done.stderr
     data = logging.load_log_data(str(tmp_path / "run" / "stdout.log"))
     assert {"cfg", "complexity", "train_iter", "train_epoch", "test_epoch", "test_ema_epoch"} <= set(data)
-    assert {"epoch", "iter", "time_avg", "time_diff", "eta", "top1_err", "top5_err", "loss", "lr", "mem"} <= set(data["train_iter"])
+    assert {"epoch", "iter", "time_avg", "time_diff", "eta", "top1_err", "top5_err", "loss", "lr", "mem"} <= set(
+        data["train_iter"]
+    )
     assert "s3cr3t" not in (tmp_path / "run" / "stdout.log").read_text() + done.stdout + done.stderr
 
 
 def test_time_mode_reports_pycls_figures_and_agrees_with_itself(run_tool, tiny_run, tmp_path):
-    done = run_tool("run_net.py", "--mode", "time", "--cfg", tiny_run, "OUT_DIR", tmp_path / "time", "PREC_TIME.NUM_ITER", 3)
+    done = run_tool(
+        "run_net.py", "--mode", "time", "--cfg", tiny_run, "OUT_DIR", tmp_path / "time", "PREC_TIME.NUM_ITER", 3
+    )
     assert done.returncode == 0, done.stderr
     data = logging.load_log_data(str(tmp_path / "time" / "stdout.log"))
-    assert {"test_fw_time", "train_fw_time", "train_bw_time", "train_fw_bw_time", "train_loader_time"} <= set(data["iter_times"])
+    assert {"test_fw_time", "train_fw_time", "train_bw_time", "train_fw_bw_time", "train_loader_time"} <= set(
+        data["iter_times"]
+    )
     timing = {name: values[0] for name, values in data["timing"].items()}
     gflops = 2 * data["complexity"]["flops"][0] / 1e9
     expected = timing["test_images_per_second"] * gflops / 1e3
@@ -196,7 +207,7 @@ class NoSync(TorchDispatchMode):
 @pytest.mark.parametrize("mode", ["fp32", "amp_bf16"])
 def test_the_step_never_waits_for_the_device(fresh_cfg, tiny_run, tmp_path, mode):
     fresh_cfg.merge_from_file(str(tiny_run))
-    fresh_cfg.merge_from_list(["OUT_DIR", str(tmp_path), "PRECISION.MODE", mode, "VERBOSE", False])
+    fresh_cfg.merge_from_list(["OUT_DIR", str(tmp_path), "PRECISION.MODE", mode, "VERBOSE", False, "OPTIM.FUSED", True])
     loader = [(torch.rand(8, 3, 16, 16), torch.arange(8)) for _ in range(2)]
 
     class Loader(list):

@@ -1,0 +1,112 @@
+"""Learning curves from logs. matplotlib is imported only where something is drawn."""
+
+import os
+from typing import Dict, List, Sequence
+
+from pycls.core import logging
+from pycls.core.errors import UserError
+from pycls.core.io import atomic_write
+
+# Okabe and Ito's palette, which colour-blind people can tell apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
+# Record type -> (what it is called, line style).
+_CURVES = {"train_epoch": ("train", ":"), "test_epoch": ("test", "-"), "test_ema_epoch": ("test EMA", "--")}
+_LABELS = {
+    "top1_err": "top-1 error (%)",
+    "top5_err": "top-5 error (%)",
+    "loss": "training loss",
+    "lr": "learning rate",
+    "images_per_second": "training images/s",
+}
+
+
+def load_curves(log_file: str) -> Dict[str, Dict]:
+    """The epoch records of a log, sorted: {type: {metric: values}}.
+
+    Raises:
+        UserError: the log holds none.
+    """
+    data = logging.load_log_data(log_file, data_types_to_skip=("train_iter", "test_iter", "test_ema_iter"))
+    curves = {name: values for name, values in logging.sort_log_data(data).items() if name in _CURVES}
+    if not curves:
+        raise UserError(f"{log_file}: holds no finished epoch (no json_stats records of training or testing)")
+    return curves
+
+
+def plot_error_curves(log_files: Sequence[str], names: Sequence[str], out_path: str, metric: str = "top1_err") -> str:
+    """Draws the learning curves of one or several logs: an error, the loss, the learning rate and the speed per epoch.
+
+    Args:
+        names: what the logs are called in the legend. out_path: of the PNG. metric: top1_err or top5_err.
+    Returns:
+        out_path.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    runs = [load_curves(log_file) for log_file in log_files]
+    figure = Figure(figsize=(11, 7.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subfigures(1, 2, width_ratios=(1.7, 1))
+    main_axes = left.subplots()
+    side_axes = dict(zip(("loss", "lr", "images_per_second"), right.subplots(3, 1, sharex=True)))
+    for i, (run, name) in enumerate(zip(runs, names)):
+        colour = _COLOURS[i % len(_COLOURS)]
+        _draw_errors(main_axes, run, name if len(runs) > 1 else "", colour, metric)
+        for key, axes in side_axes.items():
+            train = run.get("train_epoch", {})
+            if key in train:
+                axes.plot(train["epoch_ind"], train[key], color=colour, marker="." if len(train[key]) == 1 else None)
+    main_axes.set_xlabel("epoch")
+    main_axes.set_ylabel(_LABELS.get(metric, metric))
+    main_axes.set_ylim(bottom=0)
+    main_axes.legend(frameon=False)
+    for key, axes in side_axes.items():
+        axes.set_ylabel(_LABELS[key])
+        axes.set_ylim(bottom=0)
+    side_axes["images_per_second"].set_xlabel("epoch")
+    for axes in (main_axes, *side_axes.values()):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    with atomic_write(out_path) as f:
+        figure.savefig(f, format="png")
+    return out_path
+
+
+def _draw_errors(axes, run: Dict, name: str, colour: str, metric: str) -> None:
+    """The error curves of one run, each with its lowest value in the legend."""
+    for data_type, (title, style) in _CURVES.items():
+        values = run.get(data_type, {}).get(metric)
+        if not values:
+            continue
+        best = min(v for v in values if v is not None)
+        label = f"{f'{name}: ' if name else ''}{title} (lowest {best:.2f})"
+        marker = "." if len(values) == 1 else None
+        axes.plot(run[data_type]["epoch_ind"], values, style, color=colour, label=label, marker=marker)
+
+
+def log_file_of(path: str) -> str:
+    """The log that `path` names: itself, or stdout.log in an output folder.
+
+    Raises:
+        UserError: it is not there.
+    """
+    log_file = os.path.join(path, "stdout.log") if os.path.isdir(path) else path
+    if not os.path.isfile(log_file):
+        raise UserError(f"{log_file}: there is no such log")
+    return log_file
+
+
+def names_of(paths: List[str]) -> List[str]:
+    """Short names for logs: their folder's, longer where these are equal."""
+    folders = [os.path.abspath(p if os.path.isdir(p) else os.path.dirname(os.path.abspath(p))) for p in paths]
+    short = [os.path.basename(folder) for folder in folders]
+    if len(set(short)) == len(short):
+        return short
+    return [os.path.join(os.path.basename(os.path.dirname(folder)), name) for folder, name in zip(folders, short)]
+
+
+def plot_run(out_dir: str) -> str:
+    """Draws OUT_DIR/curves.png from OUT_DIR/stdout.log; returns its path."""
+    log_file = log_file_of(out_dir)
+    return plot_error_curves([log_file], names_of([out_dir]), os.path.join(out_dir, "curves.png"))
