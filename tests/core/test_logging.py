@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import struct
 import subprocess
 import sys
 
@@ -120,7 +121,7 @@ def test_without_a_terminal_the_progress_bar_shows_nothing(capsys):
 
 
 def test_the_progress_bar_on_a_terminal_shows_rate_loss_and_what_is_left(tmp_path):
-    pty = pytest.importorskip("pty")
+    fcntl, pty, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "termios"))
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[1]); from pycls.core import logging\n"
         "with logging.progress(4, 0, 'epoch 1/3') as bar:\n"
@@ -128,6 +129,7 @@ def test_the_progress_bar_on_a_terminal_shows_rate_loss_and_what_is_left(tmp_pat
     )
     seen = b""
     parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     process = subprocess.Popen([sys.executable, "-c", code, ROOT], stderr=child, stdin=child)
     os.close(child)
     while True:
@@ -140,7 +142,7 @@ def test_the_progress_bar_on_a_terminal_shows_rate_loss_and_what_is_left(tmp_pat
         seen += data
     assert process.wait() == 0
     text = seen.decode()
-    assert "epoch 1/3" in text and "loss=1.5" in text and "it/s" in text or "s/it" in text
+    assert "epoch 1/3" in text and "loss=1.5" in text and ("it/s" in text or "s/it" in text)
 
 
 def test_scalars_go_on_after_a_resume_without_a_repeated_step(fresh_cfg, tmp_path):

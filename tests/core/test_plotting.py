@@ -64,7 +64,10 @@ def test_mistakes_of_the_tool_are_one_line(run_tool, tmp_path, name):
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_equal_folder_names_are_told_apart():
-    assert plotting.names_of(["/x/a/run", "/x/b/run"]) == ["a/run", "b/run"]
+def test_equal_folder_names_are_told_apart(tmp_path):
+    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    for path in paths:
+        path.mkdir(parents=True)
+    assert plotting.names_of(list(map(str, paths))) == ["a/run", "b/run"]
     with pytest.raises(UserError):
         plotting.log_file_of("/nowhere/at/all")

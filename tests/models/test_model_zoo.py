@@ -3,6 +3,8 @@
 import http.server
 import os
 import socketserver
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -129,3 +131,9 @@ def test_weights_by_url_are_tested_from_the_command_line(server, run_tool, tiny_
                     "DOWNLOAD_CACHE", tmp_path / "cache", "TEST.WEIGHTS", f"{url}/tiny.pyth")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "on 364 images" in done.stdout and handler.requests == 1
+
+
+def test_the_zoos_page_is_current():
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "dev", "model_zoo.py")
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
