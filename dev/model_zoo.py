@@ -19,6 +19,9 @@ are those that PyCls published; we have not measured them again. The weights exp
 `pycls.models.regnety("4.0GF", pretrained=True)` loads a model by its size.
 """
 
+_COLUMNS = """| model | flops (G) | parameters (M) | activations (M) | top-1 error | top-5 error | weights |
+| --- | ---: | ---: | ---: | ---: | ---: | --- |"""
+
 
 def row(name: str) -> str:
     info = get_model_info(name)
@@ -38,8 +41,7 @@ def text() -> str:
         sections.setdefault(name.split("-")[0], []).append(row(name))
     parts = [_HEAD]
     for family, rows in sections.items():
-        parts += [f"\n## {family}\n", "| model | flops (G) | parameters (M) | activations (M) | top-1 error | top-5 error | weights |",
-                  "| --- | ---: | ---: | ---: | ---: | ---: | --- |", *rows]  # fmt: skip
+        parts += [f"\n## {family}\n", _COLUMNS, *rows]
     return "\n".join(parts) + "\n"
 
 

@@ -237,12 +237,12 @@ def summary(report: Dict) -> str:
     step, test = report["train_step_seconds"], report["test_seconds"]
     rows = [
         ("device", f"{report['device']}, {report['processes']} process(es), precision {report['precision']}"),
-        ("train step", f"{1e3 * step['median']:.2f} ms median (p10 {1e3 * step['p10']:.2f}, p90 {1e3 * step['p90']:.2f}) "
-                       f"over {report['timed_iterations']}, batch {report['train_batch_per_process']} per process"),
+        ("train step", f"{1e3 * step['median']:.2f} ms median (p10 {1e3 * step['p10']:.2f}, "
+                       f"p90 {1e3 * step['p90']:.2f}) over {report['timed_iterations']}, batch {report['train_batch_per_process']} per process"),
         ("of it optimizer", f"{1e3 * report['optimizer_seconds']:.2f} ms"),
-        ("train speed", f"{report['train_images_per_second']:.1f} images/s, {report['train_tflops_per_process']:.3f} TFLOP/s "
-                        f"per process = {100 * report['mfu_of_measured_peak']:.1f}% of the measured matrix peak "
-                        f"({report['peak_tflops_measured']:.3f})"),
+        ("train speed", f"{report['train_images_per_second']:.1f} images/s, "
+                        f"{report['train_tflops_per_process']:.3f} TFLOP/s per process = {100 * report['mfu_of_measured_peak']:.1f}% of the measured "
+                        f"matrix peak ({report['peak_tflops_measured']:.3f})"),
         ("test forward", f"{1e3 * test['median']:.2f} ms median, {report['test_images_per_second']:.1f} images/s"),
         ("peak memory", f"{report['peak_memory_mb']:.0f} MB"),
     ]  # fmt: skip

@@ -392,7 +392,7 @@ class _TensorBoardScalars(Scalars):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UserError(
-                "LOG.TENSORBOARD: True needs the package tensorboard: pip install 'pycls[tensorboard]', or set it to False"
+                "LOG.TENSORBOARD: True needs the package tensorboard: pip install 'pycls[tensorboard]', or use False"
             ) from None
         self._open, self._folder, self._writer = SummaryWriter, folder, None
 

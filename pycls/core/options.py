@@ -210,7 +210,7 @@ OPTIONS = (
     Option(
         "DATA_LOADER.CHANNEL_ORDER",
         "auto",
-        "order of the model's input channels; auto: bgr for imagenet and imagefolder (as PyCls), rgb for cifar10 and digits",
+        "order of the input channels; auto: bgr for imagenet and imagefolder (as PyCls), rgb for cifar10, digits",
         ("auto", "bgr", "rgb"),
     ),
     # ---------------------------------------------------- devices and processes

@@ -88,8 +88,9 @@ def train_model() -> None:
             return
         write_class_names(run.class_names)
         loss_fun = builders.build_loss_fun()
-        logger.info("Start epoch: %d; global batch %d, %d per process, learning rate %.4g", run.epoch + 1,
-                    cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.BATCH_SIZE // cfg.NUM_GPUS, optim.get_epoch_lr(run.epoch))  # fmt: skip
+        batch, lr = cfg.TRAIN.BATCH_SIZE, optim.get_epoch_lr(run.epoch)
+        logger.info("Start epoch: %d; global batch %d, %d per process, learning rate %.4g",
+                    run.epoch + 1, batch, batch // cfg.NUM_GPUS, lr)  # fmt: skip
         with closing(logging.scalar_writer()) as scalars:
             for epoch in range(run.epoch, cfg.OPTIM.MAX_EPOCH):
                 stats = {"train": train_epoch(run, train_loader, loss_fun, epoch, stop)}

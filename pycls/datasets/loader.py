@@ -138,8 +138,8 @@ class _Loader(DataLoader):
             if "DataLoader worker" not in str(error):
                 raise
             raise UserError(
-                f"a loader worker died ({str(error).splitlines()[0]}); too little shared memory (/dev/shm) or memory is "
-                f"the usual cause: lower DATA_LOADER.NUM_WORKERS from {self.num_workers} (0 loads without workers), "
+                f"a loader worker died ({str(error).splitlines()[0]}); too little shared memory (/dev/shm) or memory "
+                f"is the usual cause: lower DATA_LOADER.NUM_WORKERS from {self.num_workers} (0 loads without workers), "
                 "or give the container more shared memory"
             ) from None
 
@@ -177,8 +177,8 @@ def construct_train_loader() -> DataLoader:
     _check_classes(dataset, cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT)
     if len(dataset) < cfg.TRAIN.BATCH_SIZE:
         raise UserError(
-            f"TRAIN.BATCH_SIZE: a global batch of {cfg.TRAIN.BATCH_SIZE} is more than the {len(dataset)} images of split "
-            f"{cfg.TRAIN.SPLIT!r}"
+            f"TRAIN.BATCH_SIZE: a global batch of {cfg.TRAIN.BATCH_SIZE} is more than the {len(dataset)} images of "
+            f"split {cfg.TRAIN.SPLIT!r}"
         )
     rank, world = dist.get_rank(), dist.get_world_size()
     return _construct_loader(dataset, TrainSampler(len(dataset), cfg.TRAIN.BATCH_SIZE, rank, world, cfg.RNG_SEED))

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def test_a_damaged_newest_is_passed_over(out_dir, damage, caplog):
 def test_a_failed_write_leaves_the_old_file(out_dir, monkeypatch):
     model = net()
     path = checkpoint.save_checkpoint(model, None, optimizer_of(model), 0)
-    before = open(path, "rb").read()
+    before = Path(path).read_bytes()
 
     def disk_full(state, f):
         f.write(b"half")
@@ -131,7 +132,7 @@ def test_a_failed_write_leaves_the_old_file(out_dir, monkeypatch):
     monkeypatch.setattr(torch, "save", disk_full)
     with pytest.raises(UserError, match="No space left on device"):
         checkpoint.write_checkpoint({}, path)
-    assert open(path, "rb").read() == before
+    assert Path(path).read_bytes() == before
     assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
 
 

@@ -64,11 +64,11 @@ def test_two_processes_compute_what_one_does(train, accumulate):
     assert records(two, "test_epoch")["samples"] == records(one, "test_epoch")["samples"]
 
 
-def test_test_mode_repeats_the_error_of_training(train, run_tool, tiny_run):
+def test_test_mode_repeats_the_error_of_training(train, run_tool, tiny_run, tmp_path):
     out_dir, _ = train("run", *ONE)
     found = []
     for processes in (1, 2, 1):
-        done = run_tool("run_net.py", "--mode", "test", "--cfg", tiny_run, "OUT_DIR", out_dir.parent / f"test{len(found)}",
+        done = run_tool("run_net.py", "--mode", "test", "--cfg", tiny_run, "OUT_DIR", tmp_path / f"test{len(found)}",
                         "TEST.WEIGHTS", out_dir / "model.pyth", "NUM_GPUS", processes)  # fmt: skip
         assert done.returncode == 0, done.stderr
         found.append(re.search(r"top-1 error ([\d.]+)%, top-5 error ([\d.]+)% on (\d+) images", done.stdout).groups())

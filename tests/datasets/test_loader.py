@@ -57,7 +57,8 @@ def test_testing_counts_each_sample_once_in_equally_many_batches(samples, world)
 
 @pytest.fixture
 def digits(fresh_cfg):
-    fresh_cfg.merge_from_list(["TRAIN.DATASET", "digits", "TEST.DATASET", "digits", "TRAIN.IM_SIZE", 16, "TRAIN.BATCH_SIZE", 100,
+    fresh_cfg.merge_from_list(["TRAIN.DATASET", "digits", "TEST.DATASET", "digits", "TRAIN.IM_SIZE", 16,
+                               "TRAIN.BATCH_SIZE", 100,
                                "TEST.BATCH_SIZE", 100, "DATA_LOADER.NUM_WORKERS", 0])  # fmt: skip
     return fresh_cfg
 

@@ -136,7 +136,8 @@ def tree(fresh_cfg, tmp_path):
 
 
 def test_classes_are_sorted_as_text_and_strays_are_left_out(tree):
-    root = tree("train/10/a.png", "train/2/a.JPG", "train/2/b.JPEG", "train/1/a.png", "train/.thumbs/x.png", "train/note.txt",
+    root = tree("train/10/a.png", "train/2/a.JPG", "train/2/b.JPEG", "train/1/a.png", "train/.thumbs/x.png",
+                "train/note.txt",
                 "train/1/.DS_Store", "train/1/list.csv", "val/1/a.png")  # fmt: skip
     dataset = ImageFolder(root, "train")
     assert dataset.class_names == ["1", "10", "2"]

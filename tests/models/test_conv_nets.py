@@ -9,7 +9,8 @@ from pycls.models import blocks, regnet, scaler
 from pycls.models.anynet import AnyNet
 
 ANY = ["MODEL.TYPE", "anynet", "ANYNET.DEPTHS", [1, 2], "ANYNET.WIDTHS", [8, 16], "ANYNET.STRIDES", [1, 2],
-       "ANYNET.BOT_MULS", [1.0, 0.5], "ANYNET.GROUP_WS", [4, 4], "ANYNET.STEM_TYPE", "res_stem_cifar", "ANYNET.STEM_W", 8,
+       "ANYNET.BOT_MULS", [1.0, 0.5], "ANYNET.GROUP_WS", [4, 4], "ANYNET.STEM_TYPE", "res_stem_cifar",
+       "ANYNET.STEM_W", 8,
        "TRAIN.IM_SIZE", 16]  # fmt: skip
 BLOCKS = ["vanilla_block", "res_basic_block", "res_bottleneck_block", "res_bottleneck_linear_block"]
 
