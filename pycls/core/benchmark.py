@@ -234,23 +234,21 @@ def _report(precision, times, test, train, update, memory, train_batch, test_bat
 
 def summary(report: Dict) -> str:
     """The report as a few aligned lines for people."""
-    step, test = report["train_step_seconds"], report["test_seconds"]
+    step, test = ({k: 1e3 * v for k, v in report[name].items()} for name in ("train_step_seconds", "test_seconds"))
+    spread = f"{step['median']:.2f} ms median (p10 {step['p10']:.2f}, p90 {step['p90']:.2f})"
+    share = (
+        f"{100 * report['mfu_of_measured_peak']:.1f}% of the measured matrix peak {report['peak_tflops_measured']:.3f}"
+    )
+    speed = f"{report['train_images_per_second']:.1f} images/s, {report['train_tflops_per_process']:.3f} TFLOP/s"
     rows = [
         ("device", f"{report['device']}, {report['processes']} process(es), precision {report['precision']}"),
-        ("train step", f"{1e3 * step['median']:.2f} ms median (p10 {1e3 * step['p10']:.2f}, "
-                       f"p90 {1e3 * step['p90']:.2f}) over {report['timed_iterations']}, batch {report['train_batch_per_process']} per process"),
+        ("train step", f"{spread} over {report['timed_iterations']}, batch {report['train_batch_per_process']}"),
         ("of it optimizer", f"{1e3 * report['optimizer_seconds']:.2f} ms"),
-        ("train speed", f"{report['train_images_per_second']:.1f} images/s, "
-                        f"{report['train_tflops_per_process']:.3f} TFLOP/s per process = {100 * report['mfu_of_measured_peak']:.1f}% of the measured "
-                        f"matrix peak ({report['peak_tflops_measured']:.3f})"),
-        ("test forward", f"{1e3 * test['median']:.2f} ms median, {report['test_images_per_second']:.1f} images/s"),
+        ("train speed", f"{speed} per process = {share}"),
+        ("test forward", f"{test['median']:.2f} ms median, {report['test_images_per_second']:.1f} images/s"),
         ("peak memory", f"{report['peak_memory_mb']:.0f} MB"),
-    ]  # fmt: skip
+    ]
     if "bottleneck" in report:
-        rows.append(
-            (
-                "loader",
-                f"{report['loader_images_per_second']:.1f} images/s; the bottleneck is the {report['bottleneck']}",
-            )
-        )
+        rate, bottleneck = report["loader_images_per_second"], report["bottleneck"]
+        rows.append(("loader", f"{rate:.1f} images/s; the bottleneck is the {bottleneck}"))
     return "\n".join(f"  {name:16s} {text}" for name, text in rows)

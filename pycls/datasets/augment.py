@@ -1,10 +1,10 @@
 """AutoAugment (Cubuk et al., arXiv 1805.09501) and RandAugment (arXiv 1909.13719), as in PyCls.
 
 TRAIN.AUGMENT is "AutoAugment", or "RandAugment_N2_M0.5_P0.5": N operations of 15, magnitude M on 0..1, each applied
-with probability P (N 2, M 0.5 and P 1 where left out). Differences from the papers: magnitudes are on 0..1;
-operations are "increasing", magnitude 0 leaves the picture as it is where that is possible; what moves in from outside is grey
-(128), with bilinear sampling; posterising keeps at least 1 bit. AutoAugment's policies are the 25 "v0" ones of the
-EfficientNet release.
+with probability P (N 2, M 0.5 and P 1 where left out). Differences from the papers: magnitudes are on 0..1, and
+operations are "increasing": magnitude 0 leaves the picture as it is where that is possible. What moves in from outside
+is grey (128), sampling is bilinear, posterising keeps at least 1 bit. AutoAugment's policies are the 25 "v0" ones of
+the EfficientNet release.
 """
 
 import re
