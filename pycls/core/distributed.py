@@ -12,7 +12,7 @@ import sys
 import warnings
 from datetime import timedelta
 from multiprocessing import connection
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -288,6 +288,13 @@ def scaled_all_reduce(tensors: List[torch.Tensor]) -> List[torch.Tensor]:
     for tensor in tensors:
         all_reduce_sum(tensor).div_(get_world_size())
     return tensors
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
+    """Gives every process rank 0's values, in place."""
+    if get_world_size() > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
 
 
 def any_rank(flag: bool) -> bool:

@@ -1,6 +1,7 @@
 """SIGTERM and SIGINT: finish the step, save, end with a clear line."""
 
 import signal
+import threading
 from typing import Optional
 
 
@@ -28,7 +29,9 @@ class StopRequest:
         return self.signal is not None
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        # Only a main thread may handle signals; elsewhere (a notebook's worker) they stay with whoever owns them.
+        mine = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGTERM, signal.SIGINT) if mine else ():
             # A rank whose parent handles Ctrl-C ignores SIGINT, and goes on ignoring it.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._note)

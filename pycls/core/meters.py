@@ -123,6 +123,7 @@ class TrainMeter:
     def timed(self, batches: Iterable) -> Iterator:
         """Passes batches on, noting how long each was waited for."""
         iterator = iter(batches)
+        self.start = self.last = time.perf_counter()
         while True:
             asked = time.perf_counter()
             batch = next(iterator, None)
@@ -185,9 +186,9 @@ class TrainMeter:
             "mem": int(np.ceil(gpu_mem_usage())),
         }
 
-    def log_iter_stats(self, epoch: int, iteration: int) -> Dict:
-        """Writes a train_iter record and returns it."""
-        stats = self.get_iter_stats(epoch, iteration)
+    def log_iter_stats(self, epoch: int, iteration: int, **more: float) -> Dict:
+        """Writes a train_iter record, with `more` in it, and returns it."""
+        stats = {**self.get_iter_stats(epoch, iteration), **more}
         logger.info(logging.dump_log_data(stats, "train_iter"))
         return stats
 

@@ -182,6 +182,8 @@ OPTIONS = (
     Option("TEST.BATCH_SIZE", 200, "global batch size over all processes", low=1),
     Option("TEST.IM_SIZE", 256, "shorter side in pixels before the test crop", low=1),
     Option("TEST.WEIGHTS", "", "weights to test: a path or URL"),
+    Option("TEST.SAVE_LOGITS", False, "--mode test: write logits and labels to OUT_DIR/logits.npz"),
+    Option("TEST.REPORT", False, "--mode test: write per_class.csv and confusion.png to OUT_DIR"),
     # -------------------------------------------------------------------- data
     Option("DATA_LOADER.MODE", "pytorch", "loader; ffcv is accepted in configs but not available", ("pytorch", "ffcv")),
     Option("DATA_LOADER.NUM_WORKERS", 8, "worker processes per rank (0: load in the training process)", low=0),

@@ -16,6 +16,10 @@ from torch import nn
 
 from pycls.core import distributed as dist
 from pycls.core.config import cfg
+from pycls.core.errors import UserError
+from pycls.core.logging import get_logger
+
+logger = get_logger(__name__)
 
 _DTYPES = {"fp32": None, "tf32": None, "amp_fp16": torch.float16, "amp_bf16": torch.bfloat16,
            "fp16": torch.float16, "bf16": torch.bfloat16}  # fmt: skip
@@ -47,9 +51,19 @@ class Precision:
             enabled=scaling,
         )
         self.master = _Master()
+        # Steps that an overflow made the scaler skip: in all, and in a row until now. On the device, as counting is.
+        self.skipped = torch.zeros(2, device=self.device)
+        self._say_if_useless()
         if self.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = self.mode == "tf32"
             torch.backends.cudnn.allow_tf32 = self.mode == "tf32"
+
+    def _say_if_useless(self) -> None:
+        """Warns where the hardware emulates the mode."""
+        if self.dtype is torch.float16 and self.device.type == "cpu":
+            logger.warning("PRECISION.MODE %s is emulated on the CPU, and slow; amp_bf16 is the useful one", self.mode)
+        if self.dtype is torch.bfloat16 and self.device.type == "cuda" and torch.cuda.get_device_capability()[0] < 8:
+            logger.warning("PRECISION.MODE %s is emulated on this GPU, and slow; amp_fp16 is the useful one", self.mode)
 
     def sharding_policy(self):
         """fully_shard's policy: gather weights in the compute dtype, keep the shards (the master weights) in fp32."""
@@ -107,8 +121,32 @@ class Precision:
             self.scaler.unscale_(optimizer)
             clip([p for group in optimizer.param_groups for p in group["params"]])
         self.scaler.step(optimizer)
+        self._count_skipped(optimizer)
         self.scaler.update()
         self.master.give_weights()
+
+    def _count_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.scaler.is_enabled():
+            found = sum(self.scaler._found_inf_per_device(optimizer).values())
+            found = found.full_tensor() if hasattr(found, "full_tensor") else found
+            self.skipped.add_(found).mul_(torch.stack([torch.ones_like(found), found]).view(2))
+
+    def report(self) -> Dict[str, float]:
+        """Loss scale and number of skipped steps, for the log; waits for the device. Empty without a loss scale.
+
+        Raises:
+            UserError: MAX_SKIPPED steps were skipped in a row.
+        """
+        if not self.scaler.is_enabled():
+            return {}
+        skipped, in_a_row = self.skipped.tolist()
+        if in_a_row >= cfg.PRECISION.MAX_SKIPPED:
+            raise UserError(
+                f"PRECISION.MODE: {self.mode} skipped {in_a_row:.0f} steps in a row, as gradients were not finite (loss "
+                f"scale {self.scaler.get_scale():g}); the last checkpoint is untouched. Try a lower OPTIM.BASE_LR or "
+                "PRECISION.MODE amp_bf16"
+            )
+        return {"loss_scale": self.scaler.get_scale(), "skipped": int(skipped)}
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Drops the gradients of the last step."""

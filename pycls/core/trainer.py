@@ -10,7 +10,7 @@ from contextlib import closing
 
 import torch
 
-from pycls.core import builders, checkpoint, config, ema, logging, meters, net, parallel, plotting
+from pycls.core import builders, checkpoint, config, ema, evaluation, logging, meters, net, parallel, plotting
 from pycls.core import distributed as dist
 from pycls.core import optimizer as optim
 from pycls.core.config import cfg
@@ -159,7 +159,7 @@ def after_step(run: Run, epoch: int, iteration: int, stop: StopRequest, bar) -> 
     if not (meter.due(iteration) or save or (stop and dist.get_world_size() == 1)):
         return
     asked = meter.flush(epoch, iteration, bool(stop))
-    stats = meter.log_iter_stats(epoch, iteration)
+    stats = meter.log_iter_stats(epoch, iteration, **run.precision.report())
     bar.update(0, loss=stats["loss"], top1_err=stats["top1_err"])
     if not last and (save or asked):
         run.save_step(epoch, done)
@@ -179,18 +179,27 @@ def test_models(run: Run, train_loader, test_loader, epoch: int):
         if cfg.BN.USE_PRECISE_STATS:
             data_loader.shuffle(train_loader, epoch)
             net.compute_precise_bn_stats(model, train_loader, run.plan.device)
+        # Each process has its own batch norm statistics; those that are saved are the ones to test.
+        dist.broadcast_tensors(model.buffers())
         results[meter.name] = test_epoch(test_loader, model, run.precision, meter, epoch)
     return results
 
 
 @torch.no_grad()
-def test_epoch(loader, model, precision: Precision, meter: meters.TestMeter, epoch: int):
-    """Tests `model` on every sample of `loader`, each counted once; returns the statistics."""
+def test_epoch(loader, model, precision: Precision, meter: meters.TestMeter, epoch: int, outputs=None):
+    """Tests `model` on every sample of `loader`, each counted once; returns the statistics.
+
+    Args:
+        outputs: what else is done with (logits, labels) of each batch, e.g. an `evaluation.Outputs`.
+    """
+    outputs = outputs or evaluation.NoOutputs()
     model.eval()
     meter.reset()
     with logging.progress(len(loader), 0, meter.name) as bar:
         for iteration, (inputs, labels) in enumerate(device_batches(loader, precision.device)):
-            meter.add(precision.forward(model, inputs), labels)
+            logits = precision.forward(model, inputs)
+            meter.add(logits, labels)
+            outputs.add(logits, labels)
             bar.update(1)
             if meter.due(iteration):
                 meter.flush()
@@ -210,10 +219,10 @@ def test_model() -> None:
     plan = setup_model(precision)
     checkpoint.load_checkpoint(cfg.TEST.WEIGHTS, plan.raw)
     loader = data_loader.construct_test_loader()
-    meter = meters.TestMeter(len(loader), plan.device)
-    stats = test_epoch(loader, plan.raw, precision, meter, 0)
-    logger.info("Test: top-1 error %.3f%%, top-5 error %.3f%% on %d images, %.1f images/s", stats["top1_err"],
-                stats["top5_err"], stats["samples"], stats["images_per_second"])  # fmt: skip
+    meter, outputs = meters.TestMeter(len(loader), plan.device), evaluation.outputs_of_config()
+    stats = test_epoch(loader, plan.raw, precision, meter, 0, outputs)
+    logger.info("Test: %s", evaluation.summary(stats))
+    outputs.finish(loader)
 
 
 def time_model() -> None:

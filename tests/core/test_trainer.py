@@ -71,7 +71,7 @@ def test_test_mode_repeats_the_error_of_training(train, run_tool, tiny_run, tmp_
         done = run_tool("run_net.py", "--mode", "test", "--cfg", tiny_run, "OUT_DIR", tmp_path / f"test{len(found)}",
                         "TEST.WEIGHTS", out_dir / "model.pyth", "NUM_GPUS", processes)  # fmt: skip
         assert done.returncode == 0, done.stderr
-        found.append(re.search(r"top-1 error ([\d.]+)%, top-5 error ([\d.]+)% on (\d+) images", done.stdout).groups())
+        found.append(re.search(r"top-1 error ([\d.]+)%.*top-5 error ([\d.]+)%.* on (\d+) images", done.stdout).groups())
     assert found[0] == found[1] == found[2]
     best = min(records(out_dir, "test_epoch")["top1_err"][0], records(out_dir, "test_ema_epoch")["top1_err"][0])
     assert float(found[0][0]) == pytest.approx(best, abs=1e-3)
