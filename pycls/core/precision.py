@@ -142,7 +142,7 @@ class Precision:
         skipped, in_a_row = self.skipped.tolist()
         if in_a_row >= cfg.PRECISION.MAX_SKIPPED:
             raise UserError(
-                f"PRECISION.MODE: {self.mode} skipped {in_a_row:.0f} steps in a row, as gradients were not finite (loss "
+                f"PRECISION.MODE: {self.mode} skipped {in_a_row:.0f} steps in a row as gradients were not finite (loss "
                 f"scale {self.scaler.get_scale():g}); the last checkpoint is untouched. Try a lower OPTIM.BASE_LR or "
                 "PRECISION.MODE amp_bf16"
             )
