@@ -13,8 +13,9 @@ EXTRAS = {
     "tensorboard": ["tensorboard"],
     "slurm": ["submitit"],
     "fsdp": ["fairscale"],
+    "export": ["safetensors", "onnx", "onnxruntime"],
 }
-EXTRAS["test"] = ["pytest", "ruff", *EXTRAS["digits"], *EXTRAS["tensorboard"]]
+EXTRAS["test"] = ["pytest", "ruff", "transformers", *EXTRAS["digits"], *EXTRAS["tensorboard"], *EXTRAS["export"]]
 EXTRAS["all"] = sorted({name for names in EXTRAS.values() for name in names})
 
 setup(

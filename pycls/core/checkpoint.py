@@ -157,12 +157,18 @@ def _errors(checkpoint: Dict) -> Tuple[float, float]:
     return checkpoint.get("test_err", 100), checkpoint.get("ema_err", 100)
 
 
-def _best_state(checkpoint: Dict, path: str, model: nn.Module) -> Dict[str, torch.Tensor]:
-    """The weights in a file: of a full checkpoint those with the lower error (the model's on a tie)."""
+def better_state(checkpoint: Dict, path: str = "checkpoint", known: Iterable[str] = ()) -> Dict[str, torch.Tensor]:
+    """The weights in a file's content: of a full checkpoint those with the lower error (the model's on a tie).
+
+    Args:
+        known: names at which to stop stripping what wrappers put before them.
+    Raises:
+        UserError: no weights, or one shard of a sharded model.
+    """
     if "model_state" in checkpoint:
         test_err, ema_err = _errors(checkpoint)
         use_ema = ema_err < test_err and "ema_state" in checkpoint
-        return strip_wrappers(checkpoint["ema_state" if use_ema else "model_state"], model.state_dict())
+        return strip_wrappers(checkpoint["ema_state" if use_ema else "model_state"], known)
     for key in ("state_dict", "model", "model_state_dict"):
         if isinstance(checkpoint.get(key), dict):
             checkpoint = checkpoint[key]
@@ -172,7 +178,7 @@ def _best_state(checkpoint: Dict, path: str, model: nn.Module) -> Dict[str, torc
         raise UserError(f"{path}: is one shard of a sharded (FSDP) model; merge the shards into one file first")
     if not state:
         raise UserError(f"{path}: holds no tensors; its keys are {', '.join(map(str, list(checkpoint)[:6]))}")
-    return strip_wrappers(state, model.state_dict())
+    return strip_wrappers(state, known)
 
 
 def _adapted(model: nn.Module, state: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
@@ -211,7 +217,7 @@ def load_checkpoint(path, model, model_ema=None, optimizer=None) -> Tuple[int, f
     """
     checkpoint, model = read_checkpoint(path), unwrap_model(model)
     if model_ema is None:
-        model.load_state_dict(_fitting(_best_state(checkpoint, path, model), model, path, checkpoint))
+        model.load_state_dict(_fitting(better_state(checkpoint, path, model.state_dict()), model, path, checkpoint))
     else:
         model.load_state_dict(fitting_state(checkpoint, "model_state", model, path))
         model_ema = unwrap_model(model_ema)
@@ -279,7 +285,7 @@ def starting_state(path: str, model: nn.Module) -> Dict[str, torch.Tensor]:
         UserError: nothing in the file matches.
     """
     path = cache_url(path, cfg.DOWNLOAD_CACHE)
-    state = _adapted(model, _best_state(read_checkpoint(path), path, model))
+    state = _adapted(model, better_state(read_checkpoint(path), path, model.state_dict()))
     own = model.state_dict()
     matched = {name: v for name, v in state.items() if name in own and v.shape == own[name].shape}
     if not matched:

@@ -4,12 +4,23 @@ A data set is map-style: `ds[key]` with key an index, or (index, seed) where see
 randomness of the sample comes from that seed, so it is the same in any worker of any process.
 """
 
-from typing import List, Tuple, Union
+from typing import Callable, Dict, List, NamedTuple, Tuple, Union
 
 import numpy as np
 from torch.utils.data import Dataset
 
 Key = Union[int, Tuple[int, Tuple[int, ...]]]
+
+
+class Preparation(NamedTuple):
+    """How testing makes a model's input of a decoded picture.
+
+    prepare: uint8 BGR (height, width, 3) -> float32 (3, side, side).
+    facts: side, size (shorter side before the crop), order (of the channels), mean and std (RGB, on 0..1).
+    """
+
+    prepare: Callable[[np.ndarray], np.ndarray]
+    facts: Dict
 
 
 class ImageDataset(Dataset):
@@ -20,6 +31,11 @@ class ImageDataset(Dataset):
 
     def load(self, index: int, rng: np.random.Generator) -> np.ndarray:
         """Returns sample `index` as a normalised float32 image (channels, height, width)."""
+        raise NotImplementedError
+
+    @staticmethod
+    def preparation() -> Preparation:
+        """What the config's testing does to any picture, for prediction and export."""
         raise NotImplementedError
 
     def __getitem__(self, key: Key) -> Tuple[np.ndarray, int]:

@@ -3,13 +3,14 @@
 import io
 import os
 import pickle
+from functools import partial
 
 import numpy as np
 
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
 from pycls.datasets import transforms
-from pycls.datasets.base import ImageDataset
+from pycls.datasets.base import ImageDataset, Preparation
 
 # On 0..255, RGB.
 _MEAN = np.array([125.3, 123.0, 113.9], dtype=np.float32).reshape(3, 1, 1)
@@ -79,6 +80,13 @@ class Cifar10(ImageDataset):
         self.train = split == "train"
         self.order = transforms.channel_order(cfg.DATA_LOADER.CHANNEL_ORDER, "rgb")
 
+    @staticmethod
+    def preparation() -> Preparation:
+        order = transforms.channel_order(cfg.DATA_LOADER.CHANNEL_ORDER, "rgb")
+        mean, std = ([round(float(v) / 255, 6) for v in values.flatten()] for values in (_MEAN, _STD))
+        facts = {"side": _SIDE, "size": _SIDE, "order": order, "mean": mean, "std": std}
+        return Preparation(partial(_prepare, order=order), facts)
+
     def load(self, index: int, rng: np.random.Generator) -> np.ndarray:
         image = (self.images[index].astype(np.float32) - _MEAN) / _STD
         if self.train:
@@ -86,3 +94,10 @@ class Cifar10(ImageDataset):
             image = transforms.random_flip(image.transpose(1, 2, 0), rng)
             image = transforms.random_pad_crop(image, _SIDE, _PADDING, rng).transpose(2, 0, 1)
         return image[::-1] if self.order == "bgr" else image
+
+
+def _prepare(image: np.ndarray, order: str) -> np.ndarray:
+    """Any BGR picture as a test sample of CIFAR-10."""
+    image = transforms.center_crop(transforms.scale_shorter_side(image, _SIDE), _SIDE)
+    image = (image[:, :, ::-1].transpose(2, 0, 1).astype(np.float32) - _MEAN) / _STD
+    return image[::-1] if order == "bgr" else image

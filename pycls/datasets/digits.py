@@ -1,11 +1,14 @@
 """The 1,797 handwritten digits that scikit-learn ships: real scans of 8 x 8 pixels, no download."""
 
+from functools import partial
+
+import cv2
 import numpy as np
 
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
 from pycls.datasets import transforms
-from pycls.datasets.base import ImageDataset
+from pycls.datasets.base import ImageDataset, Preparation
 
 # Every fifth scan of each class, whatever the seed: 20% held out, balanced over the classes.
 _HELD_OUT = 5
@@ -39,9 +42,27 @@ class Digits(ImageDataset):
         self.class_names = [str(digit) for digit in range(10)]
         self.train, self.size = split == "train", cfg.TRAIN.IM_SIZE
 
+    @staticmethod
+    def preparation() -> Preparation:
+        size = cfg.TRAIN.IM_SIZE
+        facts = {"side": size, "size": size, "order": "rgb", "mean": [_MEAN] * 3, "std": [_STD] * 3}
+        return Preparation(partial(_prepare, size=size), facts)
+
     def load(self, index: int, rng: np.random.Generator) -> np.ndarray:
         image = transforms.resize(self.images[index], self.size, self.size)
         if self.train:
             # What a hand does differently from one digit to the next; never a mirror image.
             image = transforms.random_affine(image, rng, degrees=12, shift=0.1, scale=0.12, shear=0.15)
-        return np.repeat(((image - _MEAN) / _STD)[None], 3, axis=0)
+        return _normalize(image)
+
+
+def _normalize(image: np.ndarray) -> np.ndarray:
+    return np.repeat(((image - _MEAN) / _STD)[None], 3, axis=0)
+
+
+def _prepare(image: np.ndarray, size: int) -> np.ndarray:
+    """Any BGR picture of a white digit on black as a test sample."""
+    grey = image.mean(axis=2, dtype=np.float32) / 255
+    grey = transforms.center_crop(grey, min(grey.shape))
+    # The scans are 8 x 8: finer pictures are first made as coarse, so that the network sees what it knows.
+    return _normalize(transforms.resize(cv2.resize(grey, (8, 8), interpolation=cv2.INTER_AREA), size, size))

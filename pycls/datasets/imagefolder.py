@@ -8,6 +8,7 @@ order of their names sorted as text, once for all splits, from the training spli
 import os
 import re
 import warnings
+from functools import partial
 from typing import Dict, Iterator, List, Tuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from pycls.core.config import cfg
 from pycls.core.errors import UserError, nearest
 from pycls.datasets import transforms
 from pycls.datasets.augment import make_augment
-from pycls.datasets.base import ImageDataset
+from pycls.datasets.base import ImageDataset, Preparation
 from pycls.datasets.decode import ENDINGS, decode_image, is_picture
 
 
@@ -53,6 +54,14 @@ class ImageFolder(ImageDataset):
         self._warned = set()
         if not train and self.test_size < self.crop:
             raise UserError(f"TEST.IM_SIZE: {self.test_size} is smaller than the test crop TRAIN.IM_SIZE {self.crop}")
+
+    @staticmethod
+    def preparation() -> Preparation:
+        order = transforms.channel_order(cfg.DATA_LOADER.CHANNEL_ORDER, "bgr")
+        size, crop = cfg.TEST.IM_SIZE, cfg.TRAIN.IM_SIZE
+        mean, std = ([round(float(v), 6) for v in values] for values in (transforms.MEAN, transforms.STD))
+        facts = {"side": crop, "size": size, "order": order, "mean": mean, "std": std}
+        return Preparation(partial(transforms.prepare_test_image, size=size, crop=crop, order=order), facts)
 
     # -------------------------------------------------------------------- pictures
 

@@ -54,6 +54,11 @@ def construct_dataset(name: str, split: str, key: str) -> Dataset:
     return ctor(path, split)
 
 
+def preparation(name: str):
+    """The `Preparation` of pictures for models tested on data set `name`."""
+    return look_up(_DATASETS, name, "TEST.DATASET").preparation()
+
+
 # ------------------------------------------------------------------------ samplers
 
 

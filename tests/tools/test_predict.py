@@ -1,0 +1,99 @@
+"""Prediction from a checkpoint alone agrees with testing, in every output format."""
+
+import csv
+import io
+import json
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from pycls.core import builders, config
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint that tells red from green pictures without training, and a folder of such pictures."""
+    folder = tmp_path_factory.mktemp("predict")
+    config.reset_cfg()
+    words = ["MODEL.TYPE", "vit", "MODEL.NUM_CLASSES", 2, "TRAIN.IM_SIZE", 16, "TEST.IM_SIZE", 20, "VIT.PATCH_SIZE", 8,
+             "VIT.HIDDEN_DIM", 4, "VIT.MLP_DIM", 4, "VIT.NUM_HEADS", 1, "VIT.NUM_LAYERS", 1, "VIT.CLASSIFIER_TYPE",
+             "pooled", "TEST.DATASET", "imagefolder"]  # fmt: skip
+    config.cfg.merge_from_list(words)
+    model = builders.build_model()
+    state = model.state_dict()
+    for name, value in state.items():
+        value.zero_() if "ln" not in name else None
+    # Feature 0 sees red, feature 1 green (input channels are BGR).
+    state["stem.patchify.weight"][0, 2] = state["stem.patchify.weight"][1, 1] = 1.0
+    state["head.head_fc.weight"][0, 0] = state["head.head_fc.weight"][1, 1] = 2.0
+    content = {"model_state": state, "epoch": 0, "test_err": 0.0, "ema_err": 100.0, "cfg": config.cfg.dump()}
+    torch.save({**content, "class_names": ["red", "green"]}, folder / "model.pyth")
+    torch.save(state, folder / "bare.pyth")
+    (folder / "config.yaml").write_text(config.cfg.dump())
+    config.reset_cfg()
+    (folder / "pictures" / "deep").mkdir(parents=True)
+    for name, bgr in (("a_red.png", (0, 0, 255)), ("deep/b_green.JPG", (0, 255, 0)), ("c_red.bmp", (0, 0, 200))):
+        cv2.imwrite(str(folder / "pictures" / name), np.full((30, 40, 3), bgr, np.uint8))
+    (folder / "pictures" / "notes.txt").write_text("no picture")
+    return folder
+
+
+def test_text_names_the_class_of_each_picture_in_a_folder(run_tool, trained):
+    done = run_tool("predict.py", trained / "model.pyth", trained / "pictures")
+    assert done.returncode == 0, done.stderr
+    best = {line.split("\t")[0].split("/")[-1]: line.split("\t")[1].split()[0] for line in done.stdout.splitlines()}
+    assert best == {"a_red.png": "red", "b_green.JPG": "green", "c_red.bmp": "red"}
+
+
+def test_json_and_csv_say_the_same(run_tool, trained):
+    files = [trained / "pictures" / "a_red.png", trained / "pictures" / "deep" / "b_green.JPG"]
+    rows = json.loads(run_tool("predict.py", trained / "model.pyth", *files, "--format", "json").stdout)
+    table = list(
+        csv.DictReader(io.StringIO(run_tool("predict.py", trained / "model.pyth", *files, "--format", "csv").stdout))
+    )
+    assert [row["classes"][0]["class"] for row in rows] == ["red", "green"]
+    assert sum(c["probability"] for c in rows[0]["classes"]) == pytest.approx(1.0)
+    flat = [(row["file"], c["class"], c["probability"]) for row in rows for c in row["classes"]]
+    assert [(r["file"], r["class"]) for r in table] == [f[:2] for f in flat]
+    assert [float(r["probability"]) for r in table] == pytest.approx([f[2] for f in flat], abs=1e-6)
+
+
+def test_bare_weights_need_a_config(run_tool, trained):
+    picture = trained / "pictures" / "a_red.png"
+    done = run_tool("predict.py", trained / "bare.pyth", picture)
+    assert done.returncode == 2 and "give one with --cfg" in done.stderr and done.stderr.count("\n") == 1
+    done = run_tool("predict.py", trained / "bare.pyth", picture, "--cfg", trained / "config.yaml", "--top", 1)
+    assert done.returncode == 0 and "\t0 " in done.stdout
+
+
+MISTAKES = {
+    "no picture": (["{d}/model.pyth", "{d}/none.png"], "there is no such file"),
+    "empty folder": (["{d}/model.pyth", "{d}/empty"], "holds no pictures"),
+    "not a picture": (["{d}/model.pyth", "{d}/config.yaml"], "can't be read as a picture"),
+    "format": (["{d}/model.pyth", "{d}/pictures", "--format", "xml"], "--format"),
+    "top": (["{d}/model.pyth", "{d}/pictures", "--top", "0"], "--top"),
+    "no weights": (["{d}/none.pyth", "{d}/pictures"], "no such checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_one_line(run_tool, trained, name):
+    (trained / "empty").mkdir(exist_ok=True)
+    words, message = MISTAKES[name]
+    done = run_tool("predict.py", *[word.format(d=trained) for word in words])
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_picture_of_a_digit_becomes_its_test_sample(fresh_cfg):
+    from pycls.datasets import loader
+
+    fresh_cfg.TRAIN.IM_SIZE = 16
+    dataset = loader.construct_dataset("digits", "val", "TEST.DATASET")
+    scan = load_digits().images[0]
+    picture = np.repeat(
+        np.kron(np.rint(scan / 16 * 255).astype(np.uint8), np.ones((5, 5), np.uint8))[:, :, None], 3, axis=2
+    )
+    assert np.allclose(loader.preparation("digits").prepare(picture), dataset[0][0], atol=0.02)

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Convert weights: convert.py IN OUT [--from LIBRARY] [--to LIBRARY] [--family FAMILY], or IN OUT.onnx."""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from pycls.core.cli import Parser, guarded
+from pycls.core.errors import UserError
+
+_EPILOG = """examples:
+  convert.py runs/a/model.pyth a.safetensors                       bare weights under our names
+  convert.py runs/a/model.pyth a_timm.safetensors --to timm        for timm (RGB input)
+  convert.py vit.pth ours.pyth --from timm --family vit            from timm, DeiT, MAE or DINO
+  convert.py runs/a/model.pyth a.onnx --pixels                     ONNX that takes RGB images on 0..255
+"""
+
+
+def family_of(path: str, content, asked):
+    """The family whose names a file has: as asked, or from the config in a checkpoint."""
+    if asked:
+        return asked
+    import yaml
+
+    tree = yaml.safe_load(content["cfg"]) if isinstance(content.get("cfg"), str) else {}
+    kind = tree.get("MODEL", {}).get("TYPE", "")
+    if kind == "regnet":
+        return "regnety" if tree["REGNET"]["SE_ON"] else "regnetx"
+    if kind not in ("vit", "resnet"):
+        raise UserError(f"{path}: which kind of model is it? Give --family")
+    return kind
+
+
+def weights_of(content):
+    """The tensors of a checkpoint (the better of model and EMA) or a bare state dict."""
+    from pycls.core.checkpoint import better_state
+
+    return better_state(content)
+
+
+def export(args) -> str:
+    """Writes the ONNX file."""
+    from pycls.core.saved import load_saved
+    from pycls.models.convert import export_onnx
+
+    saved = load_saved(args.source, args.cfg)
+    facts = {**saved.preparation.facts, "class_names": saved.class_names}
+    return export_onnx(saved.model, args.target, facts, args.pixels)
+
+
+def convert(args) -> str:
+    """Writes the weights under other names."""
+    from pycls.models import convert as c
+
+    if args.source_library == args.target_library != "pycls":
+        raise UserError(f"--from and --to are both {args.source_library}: nothing to convert")
+    content = c.read_weights(args.source)
+    state, turn = weights_of(content), not args.keep_channels
+    for library, function in ((args.source_library, c.from_library), (args.target_library, c.to_library)):
+        if library != "pycls":
+            state = function(state, family_of(args.source, content, args.family), library, turn)
+    return c.write_weights(state, args.target)
+
+
+def main() -> None:
+    import argparse
+
+    from pycls.models.convert import FAMILIES, LIBRARIES
+
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        description="Convert weights between libraries and formats.", epilog=_EPILOG, formatter_class=formatter
+    )
+    parser.add_argument("source", help="checkpoint, bare state dict or .safetensors")
+    parser.add_argument("target", help="file to write: .safetensors, .onnx, anything else for torch.load")
+    names = ("pycls", *LIBRARIES)
+    parser.add_argument("--from", dest="source_library", default="pycls", choices=names, help="whose names it has")
+    parser.add_argument("--to", dest="target_library", default="pycls", choices=names, help="whose names it gets")
+    parser.add_argument("--family", choices=FAMILIES, help="kind of model (default: from the config in the file)")
+    parser.add_argument("--keep-channels", action="store_true", help="do not turn BGR into RGB or back")
+    parser.add_argument("--cfg", help="ONNX: config of bare weights, which hold none")
+    parser.add_argument("--pixels", action="store_true", help="ONNX: take RGB images on 0..255")
+    args = parser.parse_args()
+    print(export(args) if args.target.endswith(".onnx") else convert(args))
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
