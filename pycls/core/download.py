@@ -1,20 +1,20 @@
-"""Downloads of published weights: one process fetches, nobody ever sees half a file."""
+"""Downloads of published weights (by iopath): one process fetches, nobody ever sees half a file."""
 
+import logging
 import os
+import socket
+import sys
 import urllib.error
-import urllib.request
+from contextlib import contextmanager
+from typing import Iterator
 from urllib.parse import urlparse
 
 import portalocker
+from iopath.common.download import download
 
 from pycls.core.errors import UserError
-from pycls.core.io import atomic_write
-from pycls.core.logging import get_logger
-
-logger = get_logger(__name__)
 
 _TIMEOUT_SECONDS = 30
-_CHUNK_BYTES = 1 << 20
 
 
 def cached_path(url: str, cache_dir: str) -> str:
@@ -26,32 +26,35 @@ def cached_path(url: str, cache_dir: str) -> str:
 def fetch(url: str, cache_dir: str) -> str:
     """Returns the cached copy of `url`, downloading it first if it is not there.
 
+    iopath writes to a temporary name, checks the announced length and renames.
+
     Raises:
         UserError: offline, cut short, or the cache can't be written.
     """
     path = cached_path(url, cache_dir)
     if os.path.exists(path):
         return path
+    folder, name = os.path.split(path)
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with portalocker.Lock(path + ".lock", timeout=3600):
-            if not os.path.exists(path):
-                _download(url, path)
+        os.makedirs(folder, exist_ok=True)
+        # Whoever comes second waits here, and then finds the file.
+        with portalocker.Lock(path + ".lock", timeout=3600), _bounded_waits():
+            download(url, folder, filename=name, progress=sys.stderr.isatty())
     except (OSError, urllib.error.URLError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        raise UserError(
-            f"{url}: can't be downloaded ({reason}); put that file at {path} by hand and try again"
-        ) from None
+        message = f"{url}: can't be downloaded ({reason}); put that file at {path} by hand and try again"
+        raise UserError(message) from None
     return path
 
 
-def _download(url: str, path: str) -> None:
-    """Streams `url` to a temporary file that becomes `path` only if every announced byte has come."""
-    logger.info("Downloading %s to %s", url, path)
-    with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response, atomic_write(path) as f:
-        announced, got = response.headers.get("Content-Length"), 0
-        while chunk := response.read(_CHUNK_BYTES):
-            f.write(chunk)
-            got += len(chunk)
-        if announced is not None and got != int(announced):
-            raise OSError(f"only {got} of {announced} bytes came")
+@contextmanager
+def _bounded_waits() -> Iterator[None]:
+    """Lets no connection wait for ever, and the error be told once, by us."""
+    timeout, logger = socket.getdefaulttimeout(), logging.getLogger("iopath.common.download")
+    socket.setdefaulttimeout(_TIMEOUT_SECONDS)
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(timeout)
+        logger.setLevel(logging.NOTSET)

@@ -81,7 +81,8 @@ def _conv_transformers(name: str, with_se: bool) -> Pairs:
     layer, last = f"{name}.encoder.stages.{{i-1}}.layers.{{j-1}}.", 3 if with_se else 2
     pairs = [("stem.conv", f"{name}.embedder.embedder.convolution"),
              ("stem.bn", f"{name}.embedder.embedder.normalization"), ("head.fc", "classifier.1"),
-             ("s{i}.b{j}.proj", layer + "shortcut.convolution"), ("s{i}.b{j}.bn", layer + "shortcut.normalization")]  # fmt: skip
+             ("s{i}.b{j}.proj", layer + "shortcut.convolution"),
+             ("s{i}.b{j}.bn", layer + "shortcut.normalization")]  # fmt: skip
     for a, at in zip("abc", (0, 1, last)):
         pairs.append((f"s{{i}}.b{{j}}.f.{a}", f"{layer}layer.{at}.convolution"))
         pairs.append((f"s{{i}}.b{{j}}.f.{a}_bn", f"{layer}layer.{at}.normalization"))

@@ -98,7 +98,7 @@ def test_a_cut_connection_leaves_nothing_and_says_what_to_do(server, tmp_path):
     (tmp_path / "www" / "w.pyth").write_bytes(b"x" * 100_000)
     handler.cut = True
     cache = str(tmp_path / "cache")
-    with pytest.raises(UserError, match="50000 of 100000 bytes") as error:
+    with pytest.raises(UserError, match="50000 out of 100000 bytes") as error:
         io.cache_url(f"{url}/w.pyth", cache)
     target = str(error.value).split("put that file at ")[1].split(" by hand")[0]
     assert not [n for _, _, names in os.walk(cache) for n in names if not n.endswith(".lock")]
