@@ -57,11 +57,11 @@ PAIRS = [(f, d) for f in FAMILIES for d in ("digits", "cifar10") if (f, d) != ("
 
 @pytest.mark.parametrize("family, dataset", PAIRS)
 def test_every_family_learns(fresh_cfg, tmp_path, cifar, family, dataset):
-    fresh_cfg.merge_from_list([
-        "TRAIN.DATASET", dataset, "TEST.DATASET", dataset, "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32,
-        "TRAIN.BATCH_SIZE", 50, "TEST.BATCH_SIZE", 100, "TEST.SPLIT", "test", "DATA_LOADER.DATA_DIR", cifar, "DATA_LOADER.NUM_WORKERS", 0,
-        "OPTIM.MAX_EPOCH", 3, "OPTIM.EMA_UPDATE_PERIOD", 0, "OUT_DIR", str(tmp_path), "VERBOSE", False, *FAMILIES[family],
-    ])  # fmt: skip
+    fresh_cfg.merge_from_list(["TRAIN.DATASET", dataset, "TEST.DATASET", dataset, "TEST.SPLIT", "test"])
+    fresh_cfg.merge_from_list(["TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32, "TRAIN.BATCH_SIZE", 50, "TEST.BATCH_SIZE", 100])
+    fresh_cfg.merge_from_list(["DATA_LOADER.DATA_DIR", cifar, "DATA_LOADER.NUM_WORKERS", 0, "VERBOSE", False])
+    fresh_cfg.merge_from_list(["OPTIM.MAX_EPOCH", 3, "OPTIM.EMA_UPDATE_PERIOD", 0, "OUT_DIR", str(tmp_path)])
+    fresh_cfg.merge_from_list(FAMILIES[family])
     config.validate_cfg()
     loader = data_loader.construct_train_loader()
     run = trainer.setup_run(loader, data_loader.construct_test_loader())
