@@ -1,82 +1,51 @@
 """Timing mode: how fast the model of the config trains and tests here, and whether the data keep up.
 
-The model is prepared exactly as for training. Steps are timed on dummy data without waiting for the device in
-between (CUDA events; the host's clock on the CPU, where work is done when a call returns). Medians over
-PREC_TIME.NUM_ITER iterations, the first PREC_TIME.WARMUP_ITER left out.
+The model is prepared exactly as for training. Steps are timed on synthetic data without waiting for the device in
+between (CUDA events; the host's clock on the CPU). Figures are medians over PREC_TIME.NUM_ITER iterations, the first
+PREC_TIME.WARMUP_ITER left out; the very first step, in which compilers work, is told apart.
 
 TFLOP/s count the model's own work: 2 x multiply-adds x images forward, three times that for a training step.
 Work that is repeated for activation checkpointing never counts.
 """
 
 import itertools
-import time
-from typing import Callable, Dict, List
+import json
+import os
+from typing import Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 import torch
 
-from pycls.core import builders, ema, logging, meters, net, trainer
+from pycls.core import builders, ema, hardware, logging, meters, net, parallel, trainer
 from pycls.core import distributed as dist
 from pycls.core import optimizer as optim
+from pycls.core.clock import HostClock, clock_for
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
+from pycls.core.io import atomic_write
 from pycls.core.precision import Precision
 from pycls.datasets import loader as data_loader
 
 logger = logging.get_logger(__name__)
 
-# --------------------------------------------------------------------------- clocks
 
-
-class HostClock:
-    """Marks on the host's clock: right where a call returns only when its work is done (CPU)."""
-
-    def mark(self) -> float:
-        """A point in time."""
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        """Time between two marks."""
-        return end - start
-
-    def finish(self) -> None:
-        """Waits until all marks have been passed."""
-
-
-class CudaClock(HostClock):
-    """Marks in the device's own queue (CUDA events), which the host does not wait for."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return start.elapsed_time(end) / 1000.0
-
-    def finish(self) -> None:
-        torch.cuda.synchronize()
-
-
-def clock_for(device: torch.device) -> HostClock:
-    """The clock that tells the truth on `device`."""
-    return CudaClock() if device.type == "cuda" else HostClock()
-
-
-def time_parts(step: Callable[[Callable[[], None]], None], clock: HostClock) -> np.ndarray:
+def time_parts(step: Callable[[Callable[[], None]], None], clock: HostClock) -> Tuple[np.ndarray, float]:
     """Runs `step` for the configured iterations; it calls its argument after each of its parts.
 
     Returns:
-        seconds, (iterations, parts), warm-up left out.
+        (seconds (iterations, parts), warm-up left out; seconds of the very first iteration).
     """
     rows: List[List] = []
-    for _ in range(cfg.PREC_TIME.WARMUP_ITER + cfg.PREC_TIME.NUM_ITER):
+    for i in range(1 + cfg.PREC_TIME.WARMUP_ITER + cfg.PREC_TIME.NUM_ITER):
         marks = [clock.mark()]
         step(lambda marks=marks: marks.append(clock.mark()))
         rows.append(marks)
+        if i == 0:
+            clock.finish()
     clock.finish()
-    rows = rows[cfg.PREC_TIME.WARMUP_ITER :]
-    return np.array([[clock.seconds(a, b) for a, b in itertools.pairwise(marks)] for marks in rows])
+    first, rows = rows[0], rows[1 + cfg.PREC_TIME.WARMUP_ITER :]
+    times = np.array([[clock.seconds(a, b) for a, b in itertools.pairwise(marks)] for marks in rows])
+    return times, clock.seconds(first[0], first[-1])
 
 
 # -------------------------------------------------------------------- what is timed
@@ -92,37 +61,48 @@ def time_test(plan, precision: Precision, batch: int) -> np.ndarray:
             precision.forward(plan.raw, inputs)
         part_done()
 
-    return time_parts(step, clock_for(plan.device))
+    return time_parts(step, clock_for(plan.device))[0]
 
 
-def time_train(plan, precision: Precision, batch: int) -> np.ndarray:
-    """Seconds of (forward and loss, backward, optimizer and EMA) of true training steps, (iterations, 3)."""
-    inputs = torch.rand(batch, 3, cfg.TRAIN.IM_SIZE, cfg.TRAIN.IM_SIZE, device=plan.device)
-    labels = torch.arange(batch, device=plan.device) % cfg.MODEL.NUM_CLASSES
-    soft_labels, loss_fun = net.smooth_one_hot_labels(labels), builders.build_loss_fun()
-    optimizer, average = optim.construct_optimizer(plan.raw), ema.ModelEma(plan.ema, plan.raw)
-    precision.attach(optimizer)
-    optim.set_lr(optimizer, 1e-6)
-    plan.model.train()
-    count = itertools.count()
+class TrainingStep:
+    """A true training step on synthetic data: forward and loss, backward, optimizer and EMA."""
 
-    def step(part_done):
-        precision.zero_grad(optimizer)
-        loss = loss_fun(precision.forward(plan.model, inputs), soft_labels)
-        part_done()
-        precision.backward(loss)
-        part_done()
-        precision.step(optimizer, plan.clip_grad_norm)
-        average.update(cfg.OPTIM.WARMUP_EPOCHS, next(count))
-        part_done()
+    def __init__(self, plan, precision: Precision):
+        self.plan, self.precision, self.count = plan, precision, itertools.count()
+        self.loss_fun, self.losses = builders.build_loss_fun(), []
+        self.optimizer, self.average = optim.construct_optimizer(plan.raw), ema.ModelEma(plan.ema, plan.raw)
+        precision.attach(self.optimizer)
+        optim.set_lr(self.optimizer, 1e-6)
 
-    return time_parts(step, clock_for(plan.device))
+    def time(self, batch: int) -> Tuple[np.ndarray, float]:
+        """(Seconds of each part (iterations, 3), seconds of the first step)."""
+        device = self.plan.device
+        inputs = torch.rand(batch, 3, cfg.TRAIN.IM_SIZE, cfg.TRAIN.IM_SIZE, device=device)
+        soft_labels = net.smooth_one_hot_labels(torch.arange(batch, device=device) % cfg.MODEL.NUM_CLASSES)
+        self.plan.model.train()
+
+        def step(part_done):
+            self.precision.zero_grad(self.optimizer)
+            loss = self.loss_fun(self.precision.forward(self.plan.model, inputs), soft_labels)
+            part_done()
+            self.precision.backward(loss)
+            part_done()
+            self.precision.step(self.optimizer, self.plan.clip_grad_norm)
+            self.average.update(cfg.OPTIM.WARMUP_EPOCHS, next(self.count))
+            part_done()
+            self.losses.append(loss.detach())
+
+        return time_parts(step, clock_for(device))
+
+    def finite(self) -> bool:
+        """Whether every loss was finite: a run of NaNs is no result."""
+        return bool(torch.stack(self.losses).isfinite().all())
 
 
 def time_loader(loader) -> np.ndarray:
     """Seconds that each of the loader's batches is waited for, (iterations, 1), several epochs if need be."""
     batches = itertools.chain.from_iterable(_epochs(loader))
-    return time_parts(lambda part_done: (next(batches), part_done()), HostClock())
+    return time_parts(lambda part_done: (next(batches), part_done()), HostClock())[0]
 
 
 def _epochs(loader):
@@ -131,18 +111,43 @@ def _epochs(loader):
         yield loader
 
 
-def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """TFLOP/s of large square matrix products in `dtype`: the ceiling that this machine was seen to reach."""
-    size = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    clock, marks = clock_for(device), []
-    for _ in range(8):
-        marks.append(clock.mark())
-        a @ b
-    marks.append(clock.mark())
-    clock.finish()
-    best = min(clock.seconds(x, y) for x, y in list(itertools.pairwise(marks))[2:])
-    return 2 * size**3 / best / 1e12
+def attention_kernels(plan, precision: Precision) -> List[str]:
+    """The attention kernels that one forward pass really calls, as the profiler names them."""
+    inputs = torch.zeros(2, 3, cfg.TRAIN.IM_SIZE, cfg.TRAIN.IM_SIZE, device=plan.device)
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        precision.forward(plan.raw.eval(), inputs)
+    names = {event.key.removeprefix("aten::") for event in profile.key_averages()}
+    fused = sorted(name for name in names if name.startswith("_scaled_dot_product_") and name.count("_") > 3)
+    return fused or (["softmax of a matrix product"] if "_softmax" in names else [])
+
+
+# ------------------------------------------------------------------- batch size sweep
+
+
+def sweep_batch(timed: TrainingStep) -> List[Dict]:
+    """Doubles the batch per process until it no longer fits; one row per batch: images/s and peak memory (MB)."""
+    rows: List[Dict] = []
+    batch = 1
+    while batch <= 8192 and not _would_overflow(rows):
+        try:
+            if timed.plan.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            seconds = float(np.median(timed.time(batch)[0].sum(axis=1)))
+        except torch.OutOfMemoryError:
+            timed.precision.zero_grad(timed.optimizer)
+            break
+        rows.append({"batch": batch, "images_per_second": batch / seconds, "memory_mb": meters.gpu_mem_usage()})
+        logger.info("Batch %d: %.2f images/s, %.0f MB", batch, batch / seconds, rows[-1]["memory_mb"])
+        batch *= 2
+    return rows
+
+
+def _would_overflow(rows: List[Dict]) -> bool:
+    """On the CPU, whether a batch twice as large might not fit: the system kills a process that takes too much."""
+    if torch.cuda.is_available() or len(rows) < 2:
+        return False
+    free_mb = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return 2 * (rows[-1]["memory_mb"] - rows[0]["memory_mb"]) > 0.8 * free_mb
 
 
 # ------------------------------------------------------------------------ the report
@@ -158,38 +163,42 @@ def _spread(seconds: np.ndarray) -> Dict[str, float]:
 
 
 def time_config() -> Dict:
-    """Times the model and, if the data set is there, its loader; logs PyCls's iter_times and epoch_times, a
-    `timing` record with all figures, and a summary. Returns the `timing` record."""
+    """Times the model and, if the data set is there, its loader.
+
+    Logs PyCls's iter_times and epoch_times, a `timing` record with all figures and a summary, and writes
+    OUT_DIR/timing.json. Returns the `timing` record.
+
+    Raises:
+        UserError: a loss was not finite.
+    """
     precision = Precision()
     plan = trainer.setup_model(precision, with_ema=True)
     if plan.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     train_batch, test_batch = cfg.TRAIN.BATCH_SIZE // cfg.NUM_GPUS, cfg.TEST.BATCH_SIZE // cfg.NUM_GPUS
-    logger.info(
-        "Timing %d + %d iterations of testing and of training", cfg.PREC_TIME.WARMUP_ITER, cfg.PREC_TIME.NUM_ITER
-    )
-    test = time_test(plan, precision, test_batch)
-    train = time_train(plan, precision, train_batch)
+    logger.info("Timing %d iterations, after 1 + %d of warm-up", cfg.PREC_TIME.NUM_ITER, cfg.PREC_TIME.WARMUP_ITER)
+    timed = TrainingStep(plan, precision)
+    train, first_step = timed.time(train_batch)
     memory = meters.gpu_mem_usage()
+    test = time_test(plan, precision, test_batch)
+    if not timed.finite():
+        raise UserError("--mode time: a loss was not finite, so the times are no result; try another PRECISION.MODE")
     loaders = _loaders()
-    forward, backward, update = (float(np.median(part)) for part in train.T)
-    times = {
-        "test_fw_time": float(np.median(test)),
-        "train_fw_time": forward,
-        "train_bw_time": backward,
-        "train_fw_bw_time": float(np.median(train[:, :2].sum(axis=1))),
+    times = _pycls_times(train, test, loaders)
+    report = {
+        **hardware.facts(plan.device),
+        **_choices(plan, precision),
+        **_figures(precision, times, test, train, train_batch, test_batch),
+        "first_step_seconds": first_step,
+        "peak_memory_mb": memory,
     }
-    iterations = {"train": 0, "test": 0}
-    if loaders:
-        times["train_loader_time"] = float(np.median(time_loader(loaders[0])))
-        iterations = {"train": len(loaders[0]), "test": len(loaders[1])}
-    logger.info(logging.dump_log_data(times, "iter_times"))
-    if loaders:
-        epochs = {name: value * iterations[name.split("_")[0]] for name, value in times.items()}
-        logger.info(logging.dump_log_data(epochs, "epoch_times"))
-    report = _report(precision, times, test, train, update, memory, train_batch, test_batch)
+    if cfg.TIME.SWEEP_BATCH:
+        report["sweep"] = sweep_batch(timed)
     logger.info(logging.dump_log_data(report, "timing", prec=6))
     logger.info("Summary:\n%s", summary(report))
+    if dist.is_master_proc():
+        with atomic_write(os.path.join(cfg.OUT_DIR, "timing.json")) as f:
+            f.write(json.dumps(report, indent=1).encode())
     return report
 
 
@@ -202,53 +211,103 @@ def _loaders():
         return None
 
 
-def _report(precision, times, test, train, update, memory, train_batch, test_batch) -> Dict:
-    flops = 2 * net.complexity(builders.get_model())["flops"]
-    step, world = float(np.median(train.sum(axis=1))), dist.get_world_size()
-    compute_dtype = precision.dtype or torch.float32
-    peak = measure_peak(precision.device, compute_dtype)
-    report = {
-        "device": torch.cuda.get_device_name() if precision.device.type == "cuda" else "cpu",
-        "processes": world,
+def _pycls_times(train: np.ndarray, test: np.ndarray, loaders) -> Dict[str, float]:
+    """Logs and returns PyCls's records: seconds per iteration, and per epoch where the data set is known."""
+    times = {
+        "test_fw_time": float(np.median(test)),
+        "train_fw_time": float(np.median(train[:, 0])),
+        "train_bw_time": float(np.median(train[:, 1])),
+        "train_fw_bw_time": float(np.median(train[:, :2].sum(axis=1))),
+    }
+    if loaders:
+        times["train_loader_time"] = float(np.median(time_loader(loaders[0])))
+    logger.info(logging.dump_log_data(times, "iter_times"))
+    if loaders:
+        iterations = {"train": len(loaders[0]), "test": len(loaders[1])}
+        epochs = {name: value * iterations[name.split("_")[0]] for name, value in times.items()}
+        logger.info(logging.dump_log_data(epochs, "epoch_times"))
+    return times
+
+
+def _choices(plan, precision: Precision) -> Dict:
+    """What was chosen, and what that came to."""
+    from torch._dynamo.utils import counters
+
+    return {
         "precision": precision.mode,
+        "attention_kernels": attention_kernels(plan, precision),
+        "plan": parallel.describe(),
+        "processes": dist.get_world_size(),
+        "compile": cfg.COMPILE.MODE if cfg.COMPILE.ENABLED else "off",
+        "graph_breaks": sum(counters["graph_break"].values()) if cfg.COMPILE.ENABLED else 0,
+        "activation_checkpointing": cfg.ACT_CHECKPOINT,
+        "data": "synthetic",
+        "image_size": cfg.TRAIN.IM_SIZE,
+        "warmup_iterations": 1 + cfg.PREC_TIME.WARMUP_ITER,
+        "timed_iterations": cfg.PREC_TIME.NUM_ITER,
+    }
+
+
+def _figures(precision: Precision, times: Dict, test, train, train_batch: int, test_batch: int) -> Dict:
+    """The measured figures; rates are those of the slowest process."""
+    flops, world = 2 * net.complexity(builders.get_model())["flops"], dist.get_world_size()
+    steps = train.sum(axis=1)
+    step = max(dist.gather_objects(float(np.median(steps))))
+    peak = hardware.measure_peak(precision.device, precision.dtype or torch.float32)
+    vendor = hardware.vendor_peak(hardware.device_name(precision.device), precision.mode)
+    tflops = 3 * flops * train_batch / step / 1e12
+    figures = {
         "train_batch_per_process": train_batch,
         "test_batch_per_process": test_batch,
-        "warmup_iterations": cfg.PREC_TIME.WARMUP_ITER,
-        "timed_iterations": cfg.PREC_TIME.NUM_ITER,
+        "train_step_seconds": _spread(steps),
+        "train_step_seconds_slowest_process": step,
+        "forward_seconds": float(np.median(train[:, 0])),
+        "backward_seconds": float(np.median(train[:, 1])),
+        "optimizer_seconds": float(np.median(train[:, 2])),
         "test_seconds": _spread(test),
-        "train_step_seconds": _spread(train.sum(axis=1)),
-        "optimizer_seconds": update,
-        "test_images_per_second": world * test_batch / times["test_fw_time"],
         "train_images_per_second": world * train_batch / step,
+        "test_images_per_second": world * test_batch / times["test_fw_time"],
+        "model_flops_per_image_forward": flops,
+        "train_tflops_per_process": tflops,
         "test_tflops_per_process": flops * test_batch / times["test_fw_time"] / 1e12,
-        "train_tflops_per_process": 3 * flops * train_batch / step / 1e12,
         "peak_tflops_measured": peak,
-        "peak_memory_mb": memory,
+        "peak_tflops_vendor": vendor,
+        "mfu_of_measured_peak": tflops / peak,
+        "mfu_of_vendor_peak": tflops / vendor if vendor else None,
     }
-    report["mfu_of_measured_peak"] = report["train_tflops_per_process"] / peak
     if "train_loader_time" in times:
-        report["loader_images_per_second"] = world * train_batch / max(times["train_loader_time"], 1e-9)
-        report["bottleneck"] = "loader" if times["train_loader_time"] > step else "model"
-    return report
+        figures["loader_images_per_second"] = world * train_batch / max(times["train_loader_time"], 1e-9)
+        figures["bottleneck"] = "loader" if times["train_loader_time"] > step else "model"
+    return figures
+
+
+def _percent(share: Optional[float]) -> str:
+    return "unknown" if share is None else f"{100 * share:.1f}%"
 
 
 def summary(report: Dict) -> str:
     """The report as a few aligned lines for people."""
     step, test = ({k: 1e3 * v for k, v in report[name].items()} for name in ("train_step_seconds", "test_seconds"))
     spread = f"{step['median']:.2f} ms median (p10 {step['p10']:.2f}, p90 {step['p90']:.2f})"
-    share = (
-        f"{100 * report['mfu_of_measured_peak']:.1f}% of the measured matrix peak {report['peak_tflops_measured']:.3f}"
-    )
     speed = f"{report['train_images_per_second']:.1f} images/s, {report['train_tflops_per_process']:.3f} TFLOP/s"
+    of_peaks = (
+        f"{_percent(report['mfu_of_measured_peak'])} of the measured matrix peak ({report['peak_tflops_measured']:.3f})"
+    )
+    kernels = ", ".join(report["attention_kernels"]) or "none"
     rows = [
-        ("device", f"{report['device']}, {report['processes']} process(es), precision {report['precision']}"),
+        ("device", f"{report['device']}; {report['plan']}; precision {report['precision']}; attention {kernels}"),
         ("train step", f"{spread} over {report['timed_iterations']}, batch {report['train_batch_per_process']}"),
         ("of it optimizer", f"{1e3 * report['optimizer_seconds']:.2f} ms"),
-        ("train speed", f"{speed} per process = {share}"),
+        ("train speed", f"{speed} per process = {of_peaks}, {_percent(report['mfu_of_vendor_peak'])} of the vendor's"),
         ("test forward", f"{test['median']:.2f} ms median, {report['test_images_per_second']:.1f} images/s"),
+        ("first step", f"{report['first_step_seconds']:.2f} s, {report['graph_breaks']} graph breaks"),
         ("peak memory", f"{report['peak_memory_mb']:.0f} MB"),
     ]
     if "bottleneck" in report:
         rate, bottleneck = report["loader_images_per_second"], report["bottleneck"]
         rows.append(("loader", f"{rate:.1f} images/s; the bottleneck is the {bottleneck}"))
+    if report.get("sweep"):
+        largest, fastest = report["sweep"][-1], max(report["sweep"], key=lambda row: row["images_per_second"])
+        text = f"largest batch that fits {largest['batch']}, fastest {fastest['batch']}"
+        rows.append(("batch sweep", f"{text} ({fastest['images_per_second']:.2f} images/s per process)"))
     return "\n".join(f"  {name:16s} {text}" for name, text in rows)

@@ -257,7 +257,7 @@ def _software() -> Dict[str, Any]:
         "numpy": numpy.__version__,
         "cuda": torch.version.cuda or "none",
         "cudnn": torch.backends.cudnn.version() or "none",
-        "commit": _git_commit() or "unknown",
+        "commit": git_commit() or "unknown",
     }
 
 
@@ -294,7 +294,7 @@ def _driver() -> str:
         return "unknown"
 
 
-def _git_commit() -> Optional[str]:
+def git_commit() -> Optional[str]:
     """The commit of the tree that this file is in, marked if files differ from it; None outside of one."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if not os.path.exists(os.path.join(root, ".git")):

@@ -255,6 +255,7 @@ OPTIONS = (
     # -------------------------------------------------------------- timing mode
     Option("PREC_TIME.WARMUP_ITER", 3, "iterations left out of each timing", low=0),
     Option("PREC_TIME.NUM_ITER", 30, "iterations timed", low=1),
+    Option("TIME.SWEEP_BATCH", False, "also time doubled batches: the largest that fits, and the fastest"),
     # ------------------------------------------------------------------- launch
     Option("LAUNCH.MODE", "local", "where to run", ("local", "submitit_local", "slurm")),
     Option("LAUNCH.MAX_RETRY", 3, "restarts after a time-out or pre-emption", low=0),

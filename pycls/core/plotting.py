@@ -110,3 +110,52 @@ def plot_run(out_dir: str) -> str:
     """Draws OUT_DIR/curves.png from OUT_DIR/stdout.log; returns its path."""
     log_file = log_file_of(out_dir)
     return plot_error_curves([log_file], names_of([out_dir]), os.path.join(out_dir, "curves.png"))
+
+
+def _bars(entries: Sequence[Dict], title: str, out_path: str, value, label: str, form: str) -> str:
+    """Horizontal bars of one value per ladder row, rows that could not be run shown as such."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 0.42 * len(entries) + 1.8), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    known = [e for e in entries if "reason" not in e and value(e)]
+    widest = max(value(e) for e in known)
+    for i, entry in enumerate(entries):
+        if entry not in known:
+            axes.text(
+                widest * 0.01,
+                i,
+                entry.get("reason", "no baseline at this image size"),
+                va="center",
+                color="0.45",
+                style="italic",
+            )
+            continue
+        number = value(entry)
+        spread = [[number * (1 - entry["lowest"] / entry["images_per_second"])],
+                  [number * (entry["highest"] / entry["images_per_second"] - 1)]]  # fmt: skip
+        colour = _COLOURS[1] if "ours" in entry["change"] or "everything" in entry["name"] else _COLOURS[0]
+        axes.barh(i, number, color=colour, height=0.7, xerr=spread, error_kw={"ecolor": "0.25", "capsize": 3})
+        axes.text(number + widest * 0.02, i, form.format(number), va="center", fontsize=9)
+    axes.set_yticks(range(len(entries)), [e["change"] for e in entries])
+    axes.invert_yaxis()
+    axes.set_xlim(0, widest * 1.12)
+    axes.set_xlabel(label)
+    axes.set_title(title, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    with atomic_write(out_path) as f:
+        figure.savefig(f, format="png")
+    return out_path
+
+
+def plot_ladder(entries: Sequence[Dict], title: str, out_path: str) -> str:
+    """Draws each row's throughput per process relative to the baseline of its image size; returns out_path."""
+    return _bars(entries, title, out_path, lambda e: e["ratio"], "throughput relative to the baseline", "{:.2f}x")
+
+
+def plot_epoch_times(entries: Sequence[Dict], title: str, out_path: str) -> str:
+    """Draws the hours that an epoch of ImageNet-1K (1,281,167 images) takes at each row's speed; returns out_path."""
+    label = "hours per ImageNet-1K epoch (1,281,167 images) on this machine"
+    return _bars(entries, title, out_path, lambda e: e["hours_per_epoch"], label, "{:.2f} h")

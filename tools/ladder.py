@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Measure the ladder from PyCls's baseline to everything: ladder.py --cfg VIT.yaml --out DIR [KEY VALUE ...]."""
+
+import argparse
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from pycls.core import ladder
+from pycls.core.cli import Parser, guarded
+from pycls.core.errors import UserError, nearest
+
+_EPILOG = """example:
+  ladder.py --cfg configs/vit/ViT-S16_baseline_224.yaml --out output/ladder --device cpu --batch 16 --larger-batch 32 \\
+      --rounds 2 PREC_TIME.NUM_ITER 3
+
+The same command again measures only what is missing.
+"""
+
+
+def main() -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        description="Measure what each optimisation brings, one at a time.", epilog=_EPILOG, formatter_class=formatter
+    )
+    parser.add_argument("--cfg", required=True, help="a ViT config, e.g. configs/vit/ViT-S16_baseline_224.yaml")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for results")
+    parser.add_argument("--steps", nargs="+", metavar="ROW", help="rows to measure (default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all rows (default: 3)")
+    parser.add_argument("--batch", type=int, default=64, help="batch per process of the baseline (default: 64)")
+    parser.add_argument(
+        "--larger-batch", type=int, default=128, help="batch per process of 'larger batch' (default: 128)"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides for every row")
+    args = parser.parse_args()
+    if not os.path.isfile(args.cfg):
+        raise UserError(f"--cfg {args.cfg}: there is no such file")
+    for name, value in (("--rounds", args.rounds), ("--batch", args.batch), ("--processes", args.processes)):
+        if value < 1:
+            raise UserError(f"{name}: {value} is too small, at least 1")
+    names = [row.name for row in ladder.rows("cpu", 1)]
+    for step in args.steps or ():
+        if step not in names:
+            raise UserError(f"--steps: unknown row {step!r}{nearest(step, names)}; known: {', '.join(names)}")
+    device = args.device
+    if device is None:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    total = str(args.batch * args.processes)
+    extra = [*args.opts, "TRAIN.BATCH_SIZE", total, "TEST.BATCH_SIZE", total, "VERBOSE", "False"]
+    larger = args.larger_batch * args.processes
+    os.makedirs(args.out, exist_ok=True)
+    entries = ladder.run(args.cfg, args.out, args.steps, args.rounds, larger, device, args.processes, extra)
+    print(ladder.markdown(entries, f"Ladder, in full in {args.out}"))
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
