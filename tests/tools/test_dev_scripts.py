@@ -1,0 +1,27 @@
+"""The scripts under dev/ that can't be seen at work here do run: argument parsing, file outputs, a small dry run."""
+
+import json
+import os
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def run(*words, **env):
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **env}
+    return subprocess.run(words, capture_output=True, text=True, env=variables, cwd=ROOT, timeout=300)
+
+
+def test_gpu_check_runs_dry_on_the_cpu(tmp_path):
+    done = run("bash", "dev/gpu_check.sh", "--device", "cpu", "--tiny", OUT=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["ladder_H16.json", "ladder_H16.png", "peers.json"]
+    rows = {entry["name"]: entry for entry in json.loads((tmp_path / "ladder_H16.json").read_text())}
+    assert rows["sdpa"]["ratio"] > 0 and "emulated" in rows["fp16"]["reason"]
+    assert json.loads((tmp_path / "peers.json").read_text())[0]["images_per_second"]["ours"] > 0
+
+
+def test_gpu_check_refuses_unknown_arguments():
+    done = run("bash", "dev/gpu_check.sh", "--devise", "cpu")
+    assert done.returncode == 2 and "unknown argument '--devise'" in done.stderr
