@@ -97,6 +97,11 @@ def check_process_count() -> None:
 
 def run(main: Callable[[], Any]) -> Any:
     """Runs `main` once per rank of the config and returns what rank 0's returned (None if in children)."""
+    if cfg.LAUNCH.MODE != "local":
+        raise UserError(
+            f"LAUNCH.MODE: {cfg.LAUNCH.MODE} is not available in this version yet; use local, or start the processes "
+            "with torchrun (also under SLURM)"
+        )
     check_process_count()
     if started_by_launcher():
         return _as_rank(main, None)

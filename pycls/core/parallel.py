@@ -106,9 +106,17 @@ class Sharded(Single):
         if cfg.FSDP.CPU_OFFLOAD:
             options["offload_policy"] = CPUOffloadPolicy()
         model.to(self.device)
+        for norm in self._norms_apart(model):
+            fully_shard(norm, **{**options, "mp_policy": self.precision.sharding_policy(norms=True)})
         for block in repeated_blocks(model):
             fully_shard(block, **options)
         return fully_shard(model, **options)
+
+    def _norms_apart(self, model: nn.Module) -> List[nn.Module]:
+        """The layer norms that are sharded by themselves, because they compute in another dtype than the rest."""
+        if not cfg.FSDP.LAYER_NORM_FP32 or self.precision.dtype is None:
+            return []
+        return [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
 
     def accumulating(self, last: bool):
         self.raw.set_requires_gradient_sync(last)

@@ -65,12 +65,18 @@ class Precision:
         if self.dtype is torch.bfloat16 and self.device.type == "cuda" and torch.cuda.get_device_capability()[0] < 8:
             logger.warning("PRECISION.MODE %s is emulated on this GPU, and slow; amp_fp16 is the useful one", self.mode)
 
-    def sharding_policy(self):
-        """fully_shard's policy: gather weights in the compute dtype, keep the shards (the master weights) in fp32."""
+    def sharding_policy(self, norms: bool = False):
+        """fully_shard's policy: gather weights in the compute dtype, keep the shards (the master weights) in fp32.
+
+        Args:
+            norms: the policy of norms that compute in fp32 between layers that do not.
+        """
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
+        if norms:
+            return MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=self.dtype)
         reduce = torch.float32 if cfg.PRECISION.REDUCE_DTYPE == "fp32" else self.dtype
-        return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=reduce if self.dtype else None)
+        return MixedPrecisionPolicy(self.dtype, reduce if self.dtype else None)
 
     def cast(self, model: nn.Module) -> nn.Module:
         """Gives the model its storage dtype (16 bit in the pure modes, norms excepted with NORM_FP32)."""

@@ -64,6 +64,41 @@ def test_two_processes_compute_what_one_does(train, accumulate):
     assert records(two, "test_epoch")["samples"] == records(one, "test_epoch")["samples"]
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_sharded_training_computes_what_one_process_does(train, reshard):
+    words = (*ONE, "VIT.DROP_PATH", 0.0, "OPTIM.OPTIMIZER", "sgd", "OPTIM.BASE_LR", 0.1)
+    one, _ = train("one", *words)
+    two, done = train("two", *words, "NUM_GPUS", 2, "FSDP.ENABLED", True, "FSDP.RESHARD_AFTER_FW", reshard)
+    assert "fully sharded" in done.stdout
+    for name, value in weights(one).items():
+        assert torch.allclose(value, weights(two)[name], atol=1e-6), name
+    assert records(one, "train_iter")["loss"] == pytest.approx(records(two, "train_iter")["loss"], abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    "first, then", [(("NUM_GPUS", 2, "FSDP.ENABLED", True), ()), ((), ("NUM_GPUS", 2, "FSDP.ENABLED", True))]
+)
+def test_a_run_goes_on_with_another_number_of_processes(train, first, then):
+    words = (
+        "VIT.DROP_PATH",
+        0.0,
+        "OPTIM.OPTIMIZER",
+        "sgd",
+        "OPTIM.BASE_LR",
+        0.1,
+        "OPTIM.LR_POLICY",
+        "steps",
+        "OPTIM.STEPS",
+        [0],
+    )
+    train("broken", *words, *first, *ONE)
+    broken, done = train("broken", *words, *then, "OPTIM.MAX_EPOCH", 2)
+    whole, _ = train("whole", *words, "OPTIM.MAX_EPOCH", 2)
+    assert "Resuming from" in done.stdout
+    for name, value in weights(whole, 2).items():
+        assert torch.allclose(value, weights(broken, 2)[name], atol=2e-6), name
+
+
 def test_test_mode_repeats_the_error_of_training(train, run_tool, tiny_run, tmp_path):
     out_dir, _ = train("run", *ONE)
     found = []
