@@ -263,10 +263,11 @@ def _child(rank, world_size, port, state, fun, fun_args, fun_kwargs) -> None:
 
     # When one rank fails the others fail too, waiting for it: only the first speaks.
     code = guarded(body, speak=lambda: store.add("failures", 1) == 1, name=f"rank {rank}: ")
-    # Not sys.exit: with a peer gone, the group's threads would be waited for.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    if code:
+        # Not sys.exit: with a peer gone, the group's threads would be waited for.
+        os._exit(code)
 
 
 def _die_with(parent: int) -> None:

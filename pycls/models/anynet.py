@@ -9,7 +9,7 @@ from torch import nn
 
 from pycls.core.config import cfg
 from pycls.core.errors import UserError, look_up
-from pycls.models.blocks import ResBlock, init_weights, squeeze_excite, stage
+from pycls.models.blocks import ConvNet, ResBlock, squeeze_excite, stage
 from pycls.models.layers import Act, Chain, Conv, GlobalPool, Linear, MaxPool, Norm2d, Residual, Spec
 
 # -------------------------------------------------------------------------- stems
@@ -128,12 +128,11 @@ def head(w_in: int, head_w: int, classes: int) -> Chain:
     return Chain(AnyHead, **conv, avg_pool=GlobalPool(), fc=Linear(head_w or w_in, classes))
 
 
-class AnyNet(nn.Sequential):
+class AnyNet(ConvNet):
     """Images (batch, 3, side, side) -> logits (batch, classes)."""
 
     @staticmethod
     def get_params() -> Dict:
-        """What the config says, as plain values."""
         a, nones = cfg.ANYNET, [None] * len(cfg.ANYNET.DEPTHS)
         return {
             "stem_type": a.STEM_TYPE,
@@ -180,24 +179,3 @@ class AnyNet(nn.Sequential):
             w_in = w_out
         parts["head"] = head(w_in, p["head_w"], p["num_classes"])
         return parts
-
-    def __init__(self, params: Dict = None):
-        super().__init__()
-        p = self.get_params() if params is None else params
-        self.check_params(p)
-        for name, spec in self.specs(p).items():
-            self.add_module(name, spec.build())
-        self.apply(init_weights)
-
-    def repeated_blocks(self):
-        """The blocks of all stages."""
-        return [b for name, s in self.named_children() if name.startswith("s") and name != "stem" for b in s.children()]
-
-    @classmethod
-    def complexity(cls, cx: Dict, params: Dict = None) -> Dict:
-        """Adds flops, params and acts of one image to cx (PyCls's conventions)."""
-        p = cls.get_params() if params is None else params
-        cls.check_params(p)
-        for spec in cls.specs(p).values():
-            spec.count(cx)
-        return cx

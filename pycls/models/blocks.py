@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pycls.core.config import cfg
-from pycls.models.layers import Act, Chain, Conv, GlobalPool, Linear, MaxPool, Norm2d, Scaled
+from pycls.models.layers import Act, Chain, Conv, GlobalPool, Linear, MaxPool, Norm2d, Scaled, Spec
 from pycls.models.layers import List as Listed
 
 # ------------------------------------------------------------------------ modules
@@ -59,6 +59,49 @@ def init_weights(m: nn.Module) -> None:
     elif isinstance(m, nn.Linear):
         nn.init.normal_(m.weight, std=0.01)
         nn.init.zeros_(m.bias)
+
+
+class ConvNet(nn.Sequential):
+    """A conv net stated as specs: images (batch, 3, side, side) -> logits (batch, classes).
+
+    A subclass says in `get_params` what the config asks for, in `check_params` what does not go together, and in
+    `specs` what its layers are; module and complexity both follow.
+    """
+
+    @staticmethod
+    def get_params() -> Dict:
+        """What the config says, as plain values."""
+        raise NotImplementedError
+
+    @staticmethod
+    def check_params(p: Dict) -> None:
+        """Raises UserError where params don't go together."""
+
+    @staticmethod
+    def specs(p: Dict) -> Dict[str, Spec]:
+        """The layers, by name and in order."""
+        raise NotImplementedError
+
+    def __init__(self, params: Dict = None):
+        super().__init__()
+        p = self.get_params() if params is None else params
+        self.check_params(p)
+        for name, spec in self.specs(p).items():
+            self.add_module(name, spec.build())
+        self.apply(init_weights)
+
+    def repeated_blocks(self) -> List[nn.Module]:
+        """The blocks of all stages (s1, s2, ...)."""
+        return [block for name, s in self.named_children() if name[1:].isdigit() for block in s.children()]
+
+    @classmethod
+    def complexity(cls, cx: Dict, params: Dict = None) -> Dict:
+        """Adds flops, params and acts of one image to cx (PyCls's conventions)."""
+        p = cls.get_params() if params is None else params
+        cls.check_params(p)
+        for spec in cls.specs(p).values():
+            spec.count(cx)
+        return cx
 
 
 # ----------------------------------------------------------------- width arithmetic

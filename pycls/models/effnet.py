@@ -8,7 +8,7 @@ from torch import nn
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
 from pycls.models.anynet import AnyHead, simple_stem_in
-from pycls.models.blocks import drop_connect, init_weights, squeeze_excite, stage
+from pycls.models.blocks import ConvNet, drop_connect, squeeze_excite, stage
 from pycls.models.layers import Act, Chain, Conv, Dropout, GlobalPool, Linear, Norm2d, Spec
 
 
@@ -44,12 +44,11 @@ def mb_conv(w_in, w_out, stride, params) -> Chain:
     )  # fmt: skip
 
 
-class EffNet(nn.Sequential):
+class EffNet(ConvNet):
     """Images (batch, 3, side, side) -> logits (batch, classes)."""
 
     @staticmethod
     def get_params() -> Dict:
-        """What the config says, as plain values."""
         e = cfg.EN
         return {
             "stem_w": e.STEM_W, "ds": e.DEPTHS, "ws": e.WIDTHS, "exp_rs": e.EXP_RATIOS, "se_r": e.SE_R, "ss": e.STRIDES,
@@ -85,20 +84,3 @@ class EffNet(nn.Sequential):
             fc=Linear(p["head_w"], p["num_classes"]),
         )  # fmt: skip
         return parts
-
-    def __init__(self, params: Dict = None):
-        super().__init__()
-        p = self.get_params() if params is None else params
-        self.check_params(p)
-        for name, spec in self.specs(p).items():
-            self.add_module(name, spec.build())
-        self.apply(init_weights)
-
-    @classmethod
-    def complexity(cls, cx: Dict, params: Dict = None) -> Dict:
-        """Adds flops, params and acts of one image to cx (PyCls's conventions)."""
-        p = cls.get_params() if params is None else params
-        cls.check_params(p)
-        for spec in cls.specs(p).values():
-            spec.count(cx)
-        return cx

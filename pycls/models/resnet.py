@@ -2,12 +2,10 @@
 
 from typing import Dict
 
-from torch import nn
-
 from pycls.core.config import cfg
 from pycls.core.errors import UserError, look_up
 from pycls.models.anynet import _shortcut, head, res_stem_cifar, res_stem_in
-from pycls.models.blocks import ResBlock, init_weights, stage
+from pycls.models.blocks import ConvNet, ResBlock, stage
 from pycls.models.layers import Act, Chain, Conv, Norm2d, Residual, Spec
 
 # Blocks per stage on ImageNet, by number of weight layers.
@@ -42,12 +40,11 @@ def res_block(w_in, w_out, stride, params) -> Residual:
     return Residual(ResBlock, shortcut=_shortcut(w_in, w_out, stride), branch={"f": f}, after={"af": Act()})
 
 
-class ResNet(nn.Sequential):
+class ResNet(ConvNet):
     """Images (batch, 3, side, side) -> logits (batch, classes). CIFAR's form if the data set is a CIFAR."""
 
     @staticmethod
     def get_params() -> Dict:
-        """What the config says, as plain values."""
         r = cfg.RESNET
         return {
             "cifar": "cifar" in cfg.TRAIN.DATASET,
@@ -87,20 +84,3 @@ class ResNet(nn.Sequential):
             parts[f"s{i + 1}"] = stage(res_block, w_in, w_out, 2 if i else 1, depth, params)
             w_in = w_out
         return {**parts, "head": head(w_in, 0, p["num_classes"])}
-
-    def __init__(self, params: Dict = None):
-        super().__init__()
-        p = self.get_params() if params is None else params
-        self.check_params(p)
-        for name, spec in self.specs(p).items():
-            self.add_module(name, spec.build())
-        self.apply(init_weights)
-
-    @classmethod
-    def complexity(cls, cx: Dict, params: Dict = None) -> Dict:
-        """Adds flops, params and acts of one image to cx (PyCls's conventions)."""
-        p = cls.get_params() if params is None else params
-        cls.check_params(p)
-        for spec in cls.specs(p).values():
-            spec.count(cx)
-        return cx
