@@ -231,12 +231,15 @@ def _validate_option(option, value) -> None:
     if option.choices is not None and value not in option.choices:
         allowed = ", ".join(repr(c) for c in option.choices)
         raise UserError(f"{option.key}: {value!r} is not allowed{nearest(value, option.choices)}; allowed: {allowed}")
-    if isinstance(value, float) and value != value:
-        raise UserError(f"{option.key}: nan is not a number that can be used")
-    if option.low is not None and value < option.low:
-        raise UserError(f"{option.key}: {value} is too small, at least {option.low}")
-    if option.high is not None and value > option.high:
-        raise UserError(f"{option.key}: {value} is too large, at most {option.high}")
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, float) and number != number:
+            raise UserError(f"{option.key}: nan is not a number that can be used")
+        if isinstance(value, list) and isinstance(option.low, int) and type(number) is not int:
+            raise UserError(f"{option.key}: {value} must hold whole numbers")
+        if option.low is not None and number < option.low:
+            raise UserError(f"{option.key}: {value} is too small, at least {option.low}")
+        if option.high is not None and number > option.high:
+            raise UserError(f"{option.key}: {value} is too large, at most {option.high}")
 
 
 def _rule_schedule() -> None:

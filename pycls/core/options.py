@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 
 class Option(NamedTuple):
-    """One config key. `low` and `high` are inclusive bounds; `choices` lists what is allowed."""
+    """One config key. `choices` lists what is allowed; `low` and `high` are inclusive bounds, of a list for each entry
+    (whole bounds make a list one of whole numbers)."""
 
     key: str
     default: Any
@@ -32,9 +33,9 @@ OPTIONS = (
     # --------------------------------------------------------------------- vit
     Option("VIT.STEM_TYPE", "patchify", "patch embedding: one strided conv, or a stack of convs", ("patchify", "conv")),
     Option("VIT.PATCH_SIZE", 16, "side of a patch in pixels (patchify stem)", low=1),
-    Option("VIT.C_STEM_KERNELS", [], "kernel size of each conv of the conv stem"),
-    Option("VIT.C_STEM_STRIDES", [], "stride of each conv of the conv stem; the product replaces PATCH_SIZE"),
-    Option("VIT.C_STEM_DIMS", [], "output channels of each conv of the conv stem"),
+    Option("VIT.C_STEM_KERNELS", [], "kernel size of each conv of the conv stem", low=1),
+    Option("VIT.C_STEM_STRIDES", [], "stride of each conv of the conv stem; the product replaces PATCH_SIZE", low=1),
+    Option("VIT.C_STEM_DIMS", [], "output channels of each conv of the conv stem", low=1),
     Option("VIT.HIDDEN_DIM", 768, "embedding width", low=1),
     Option("VIT.MLP_DIM", 3072, "hidden width of the MLP", low=1),
     Option("VIT.NUM_HEADS", 12, "attention heads; must divide HIDDEN_DIM", low=1),
@@ -65,11 +66,11 @@ OPTIONS = (
     Option("ANYNET.STEM_TYPE", "simple_stem_in", "stem: res_stem_cifar, res_stem_in, simple_stem_in"),
     Option("ANYNET.STEM_W", 32, "stem width", low=1),
     Option("ANYNET.BLOCK_TYPE", "res_bottleneck_block", "block of all stages"),
-    Option("ANYNET.DEPTHS", [], "blocks per stage"),
-    Option("ANYNET.WIDTHS", [], "width of each stage"),
-    Option("ANYNET.STRIDES", [], "stride of each stage's first block"),
-    Option("ANYNET.BOT_MULS", [], "bottleneck width over block width, per stage"),
-    Option("ANYNET.GROUP_WS", [], "group width of the 3x3 conv, per stage"),
+    Option("ANYNET.DEPTHS", [], "blocks per stage", low=1),
+    Option("ANYNET.WIDTHS", [], "width of each stage", low=1),
+    Option("ANYNET.STRIDES", [], "stride of each stage's first block", low=1),
+    Option("ANYNET.BOT_MULS", [], "bottleneck width over block width, per stage", low=0.01),
+    Option("ANYNET.GROUP_WS", [], "group width of the 3x3 conv, per stage", low=1),
     Option("ANYNET.HEAD_W", 0, "width of a 1x1 conv before pooling (0: none)", low=0),
     Option("ANYNET.SE_ON", False, "squeeze-and-excitation in each block"),
     Option("ANYNET.SE_R", 0.25, "squeeze width over block input width", low=0.0),
@@ -94,12 +95,12 @@ OPTIONS = (
     Option("RESNET.STRIDE_1X1", True, "put the stride on the first 1x1 conv (else on the 3x3)"),
     # ------------------------------------------------------------ efficientnet
     Option("EN.STEM_W", 32, "stem width", low=1),
-    Option("EN.DEPTHS", [], "blocks per stage"),
-    Option("EN.WIDTHS", [], "width of each stage"),
-    Option("EN.EXP_RATIOS", [], "expansion ratio of each stage's MBConv blocks"),
+    Option("EN.DEPTHS", [], "blocks per stage", low=1),
+    Option("EN.WIDTHS", [], "width of each stage", low=1),
+    Option("EN.EXP_RATIOS", [], "expansion ratio of each stage's MBConv blocks", low=0.01),
     Option("EN.SE_R", 0.25, "squeeze width over block input width", low=0.0),
-    Option("EN.STRIDES", [], "stride of each stage's first block"),
-    Option("EN.KERNELS", [], "depth-wise kernel size of each stage (odd)"),
+    Option("EN.STRIDES", [], "stride of each stage's first block", low=1),
+    Option("EN.KERNELS", [], "depth-wise kernel size of each stage (odd)", low=1),
     Option("EN.HEAD_W", 1280, "head width", low=1),
     Option("EN.DC_RATIO", 0.0, "drop connect: chance to drop a residual branch", low=0.0, high=0.99),
     Option("EN.DROPOUT_RATIO", 0.0, "dropout before the classifier", low=0.0, high=0.99),
@@ -119,7 +120,7 @@ OPTIONS = (
     Option("OPTIM.OPTIMIZER", "sgd", "optimizer", ("sgd", "adam", "adamw")),
     Option("OPTIM.BASE_LR", 0.1, "learning rate before schedule and warm-up, for the whole global batch", low=0.0),
     Option("OPTIM.LR_POLICY", "cos", "learning rate schedule", ("cos", "lin", "exp", "steps")),
-    Option("OPTIM.STEPS", [], "epochs at which the steps policy multiplies by LR_MULT; the first must be 0"),
+    Option("OPTIM.STEPS", [], "epochs at which the steps policy multiplies by LR_MULT; the first must be 0", low=0),
     Option("OPTIM.LR_MULT", 0.1, "factor of the steps policy", low=0.0),
     Option("OPTIM.MIN_LR", 0.0, "final learning rate relative to BASE_LR", low=0.0, high=1.0),
     Option("OPTIM.MAX_EPOCH", 200, "epochs to train", low=1),

@@ -193,6 +193,8 @@ def construct_test_loader() -> DataLoader:
     """The test loader of the config, in a fixed order."""
     dataset = construct_dataset(cfg.TEST.DATASET, cfg.TEST.SPLIT, "TEST.DATASET")
     _check_classes(dataset, cfg.TEST.DATASET, cfg.TEST.SPLIT)
+    # Also when the training split is tested: as a test, without augmentation.
+    dataset.train = False
     sampler = TestSampler(len(dataset), cfg.TEST.BATCH_SIZE, dist.get_rank(), dist.get_world_size())
     return _construct_loader(_Padded(dataset), sampler)
 

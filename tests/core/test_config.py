@@ -111,6 +111,8 @@ BAD_VALUES = {
     "falling steps": (["OPTIM.LR_POLICY", "steps", "OPTIM.STEPS", [0, 9, 3]], "must rise"),
     "nesterov": (["OPTIM.MOMENTUM", 0.0], "OPTIM.NESTEROV"),
     "shard size": (["FSDP.ENABLED", True, "FSDP.SHARD_SIZE", 3, "NUM_GPUS", 4], "FSDP.SHARD_SIZE"),
+    "zero in a list": (["VIT.C_STEM_STRIDES", [2, 0]], "VIT.C_STEM_STRIDES: [2, 0] is too small, at least 1"),
+    "fraction in a list": (["ANYNET.DEPTHS", [1, 1.5]], "ANYNET.DEPTHS: [1, 1.5] must hold whole numbers"),
     "ports": (["PORT_RANGE", [2, 1]], "PORT_RANGE"),
     "config name": (["CFG_DEST", "../x.yaml"], "CFG_DEST"),
 }

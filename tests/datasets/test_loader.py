@@ -92,6 +92,12 @@ def test_padding_has_the_label_that_nothing_counts(digits):
     assert label == -1 and np.array_equal(image, dataset[7][0])
 
 
+def test_the_training_split_is_tested_without_augmentation(digits):
+    digits.TEST.SPLIT = "train"
+    dataset = data_loader.construct_test_loader().dataset
+    assert len(dataset) == 1433 and np.array_equal(dataset[3][0], dataset[3][0])
+
+
 def test_a_batch_larger_than_the_data_is_refused_with_both(digits):
     digits.TRAIN.BATCH_SIZE = 2000
     with pytest.raises(UserError, match="2000 is more than the 1433 images"):
