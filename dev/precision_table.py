@@ -69,7 +69,9 @@ def main() -> None:
     )
     text = HEAD.format(seeds=", ".join(map(str, args.seeds)), device=device, torch=torch.__version__)
     text += "\n".join(row(mode, runs, results["fp32"]) for mode, runs in results.items())
-    text += f"\n\nMade by `dev/precision_table.py --device {args.device} --write docs/PRECISION.md`.\n"
+    left_out = ", ".join(mode for mode in MODES if mode not in args.modes)
+    text += f"\n\nMade by `dev/precision_table.py --device {args.device} --modes {' '.join(args.modes)}`."
+    text += f" Not measured here: {left_out}.\n" if left_out else "\n"
     if args.write:
         with open(args.write, "w", encoding="utf-8") as f:
             f.write(text)

@@ -7,14 +7,29 @@ import torch
 from torch import nn
 
 from pycls.core.config import cfg
-from pycls.models.layers import Act, Chain, Conv, GlobalPool, Linear, MaxPool, Norm2d, Scaled, Spec
+from pycls.models.layers import Act, Chain, Conv, GlobalPool, Linear, MaxPool, Norm2d, Patchify, Scaled, Spec
 from pycls.models.layers import List as Listed
 
 # ------------------------------------------------------------------------ modules
 
 
 class SE(nn.Sequential):
-    """Squeeze-and-excitation (Hu et al., arXiv 1709.01507): x * f_ex(mean of x)."""
+    """Squeeze-and-excitation (Hu et al., arXiv 1709.01507): x * f_ex(mean of x).
+
+    `squeeze_excite` states its layers; `SE(w_in, w_se)` builds and `SE.complexity(cx, w_in, w_se)` counts them, for
+    plug-ins.
+    """
+
+    def __init__(self, w_in: int = 0, w_se: int = 0):
+        super().__init__()
+        parts = squeeze_excite(w_in, w_se).parts if w_in else {}
+        for name, spec in parts.items():
+            self.add_module(name, spec.build())
+
+    @staticmethod
+    def complexity(cx: Dict, w_in: int, w_se: int) -> Dict:
+        """Adds an SE to cx."""
+        return _counted(squeeze_excite(w_in, w_se), cx)
 
     def forward(self, x):
         """x: (batch, channels, h, w); returns the same shape."""
@@ -157,6 +172,11 @@ def layernorm(w_in) -> nn.Module:
     return nn.LayerNorm(w_in, eps=cfg.LN.EPS)
 
 
+def patchify2d(w_in, w_out, k, *, bias=True) -> nn.Module:
+    """A convolution whose kernel is its stride."""
+    return nn.Conv2d(w_in, w_out, k, k, bias=bias)
+
+
 def _counted(spec, cx: Dict) -> Dict:
     spec.count(cx)
     return cx
@@ -187,11 +207,18 @@ def linear_cx(cx, w_in, w_out, *, bias=False, num_locations=1) -> Dict:
     return _counted(Linear(w_in, w_out, bias, num_locations), cx)
 
 
+def patchify2d_cx(cx, w_in, w_out, k, *, bias=True) -> Dict:
+    """Adds a patchify2d to cx."""
+    spec = Patchify(w_in, w_out, k)
+    return _counted(spec if bias else Conv(w_in, w_out, k, k), cx)
+
+
 def layernorm_cx(cx, w_in) -> Dict:
     """Adds a layernorm to cx."""
     return _counted(Norm2d(w_in), cx)
 
 
 def stage(block, w_in: int, w_out: int, stride: int, depth: int, params) -> Chain:
-    """Spec of `depth` blocks b1, b2, ...: the first one changes width and size."""
-    return Chain(**{f"b{i + 1}": block(w_out if i else w_in, w_out, 1 if i else stride, params) for i in range(depth)})
+    """Spec of `depth` blocks b1, b2, ...: the first one changes width and size, the others are alike."""
+    first, other = block(w_in, w_out, stride, params), block(w_out, w_out, 1, params)
+    return Chain(**{f"b{i + 1}": other if i else first for i in range(depth)})

@@ -21,24 +21,27 @@ from pycls.models.layers import Act, Chain, Conv, LayerNorm, Linear, Norm2d, Pat
 
 
 class Layout(NamedTuple):
-    """Where batch and tokens are in a (., ., width) tensor, and how attention's axes are reached from there."""
+    """Where batch and tokens are in a (., ., width) tensor, and the axis orders that lead there and back."""
 
     batch_dim: int
     token_dim: int
     # (., ., heads, channels) -> (batch, heads, tokens, channels), and back.
     split: Tuple[int, ...]
     merge: Tuple[int, ...]
+    # (batch, channels, rows, k, columns, k) -> (., ., ., channels, k, k), for images cut into patches.
+    cut: Tuple[int, ...]
 
 
 _LAYOUTS = {
-    "batch_second": Layout(1, 0, (1, 2, 0, 3), (2, 0, 1, 3)),
-    "batch_first": Layout(0, 1, (0, 2, 1, 3), (0, 2, 1, 3)),
+    "batch_second": Layout(1, 0, (1, 2, 0, 3), (2, 0, 1, 3), (2, 4, 0, 1, 3, 5)),
+    "batch_first": Layout(0, 1, (0, 2, 1, 3), (0, 2, 1, 3), (0, 2, 4, 1, 3, 5)),
 }
 
 
 def _math_attention(q, k, v):
     """The formula, step by step: the reference that the fast kernels are held to."""
-    logits = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    # Scaled before the product, which fp16 could not hold otherwise.
+    logits = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
     return logits.softmax(dim=-1) @ v
 
 
@@ -48,24 +51,35 @@ _ATTENTIONS: Dict[str, Callable] = {"sdpa": F.scaled_dot_product_attention, "mat
 
 
 class PatchEmbed(nn.Sequential):
-    """Cuts images (batch, 3, h, w) into patches and embeds each: (batch, patches, width), row by row.
+    """Cuts images (batch, 3, h, w) into patches and embeds each: tokens in the layout, row by row.
 
-    A convolution whose kernel is its stride is one matrix product over cut-out patches, and is computed so.
+    A convolution whose kernel is its stride is one matrix product over cut-out patches, and is computed so. Cutting
+    copies the pixels anyway, so the layout costs nothing here.
     """
 
+    def __init__(self, layout: Layout):
+        super().__init__()
+        self.layout = layout
+
     def forward(self, images):
-        conv = self.patchify
+        conv, token_dim = self.patchify, self.layout.token_dim
         (k, _), (batch, channels, h, w) = conv.kernel_size, images.shape
-        patches = images.reshape(batch, channels, h // k, k, w // k, k).permute(0, 2, 4, 1, 3, 5)
-        patches = patches.reshape(batch, (h // k) * (w // k), channels * k * k)
+        patches = images.reshape(batch, channels, h // k, k, w // k, k).permute(self.layout.cut)
+        patches = patches.flatten(token_dim, token_dim + 1).flatten(2)
         return F.linear(patches, conv.weight.flatten(1), conv.bias)
 
 
 class ConvEmbed(nn.Sequential):
-    """Embeds images (batch, 3, h, w) by a stack of convolutions: (batch, positions, width), row by row."""
+    """Embeds images (batch, 3, h, w) by a stack of convolutions: tokens in the layout, row by row."""
+
+    def __init__(self, layout: Layout):
+        super().__init__()
+        self.layout = layout
 
     def forward(self, images):
-        return super().forward(images).flatten(2).transpose(1, 2)
+        x = super().forward(images).flatten(2).transpose(1, 2).transpose(0, self.layout.batch_dim)
+        # Residual sums keep the strides that tokens start with: without this copy, every norm below would make one.
+        return x.contiguous()
 
 
 class MultiheadAttention(nn.Module):
@@ -219,9 +233,9 @@ class ViT(nn.Module):
             for i, rate in enumerate(rates)
         }
         stem = (
-            Chain(PatchEmbed, patchify=Patchify(3, d, p["patch_size"]))
+            Chain(partial(PatchEmbed, layout), patchify=Patchify(3, d, p["patch_size"]))
             if p["stem_type"] == "patchify"
-            else _conv_stem(p)
+            else _conv_stem(p, layout)
         )
         return {
             "stem": stem,
@@ -283,22 +297,22 @@ class ViT(nn.Module):
                 f"{images.shape[-2]} x {images.shape[-1]}"
             )
         batch, tokens = self.layout.batch_dim, self.layout.token_dim
-        x = self._to_layout(self.stem(images), 0)
-        parts = [x]
+        x = self.stem(images)
         if not self.pooled:
-            parts.insert(0, self._to_layout(self.class_token, 1).expand_as(x.narrow(tokens, 0, 1)))
-        x = (torch.cat(parts, dim=tokens) if len(parts) > 1 else x) + self._to_layout(self.pos_embedding, 1)
+            class_token = self._to_layout(self.class_token).expand_as(x.narrow(tokens, 0, 1))
+            x = torch.cat([class_token, x], dim=tokens)
+        x = x + self._to_layout(self.pos_embedding)
         if self.registers_count:
             shape = [x.shape[batch], x.shape[batch], x.shape[-1]]
             shape[tokens] = self.registers_count
-            x = torch.cat([x, self._to_layout(self.registers, 1).expand(shape)], dim=tokens)
+            x = torch.cat([x, self._to_layout(self.registers).expand(shape)], dim=tokens)
         x = self.encoder(x)
         x = x.narrow(tokens, 0, self.grid * self.grid).mean(dim=tokens) if self.pooled else x.select(tokens, 0)
         return self.head(x)
 
-    def _to_layout(self, x, batch_dim: int):
-        """Brings (., ., width) whose batch is in `batch_dim` into the layout."""
-        return x if batch_dim == self.layout.batch_dim else x.transpose(0, 1)
+    def _to_layout(self, x):
+        """Brings a parameter (tokens, 1, width) into the layout."""
+        return x.transpose(0, self.layout.token_dim)
 
     def adapt_state_dict(self, state: Dict) -> Dict:
         """Resizes the position embedding of a state for another image size; everything else stays."""
@@ -335,7 +349,7 @@ def token_count(p: Dict) -> int:
     return (p["image_size"] // _step(p)[0]) ** 2 + (p["cls_type"] == "token") + p["registers"]
 
 
-def _conv_stem(p: Dict) -> Chain:
+def _conv_stem(p: Dict, layout: Layout) -> Chain:
     """3x3 convs with batch norm and ReLU, the last one plain with bias."""
     widths, parts = [3, *p["c_stem_dims"]], {}
     *convs, last = zip(widths, widths[1:], p["c_stem_kernels"], p["c_stem_strides"])
@@ -344,7 +358,9 @@ def _conv_stem(p: Dict) -> Chain:
         parts[f"cstem{i}_bn"] = Norm2d(w_out)
         parts[f"cstem{i}_af"] = Act("relu")
     w_in, w_out, kernel, stride = last
-    return Chain(ConvEmbed, **parts, cstem_last_conv=Conv(w_in, w_out, kernel, stride=stride, bias=True))
+    return Chain(
+        partial(ConvEmbed, layout), **parts, cstem_last_conv=Conv(w_in, w_out, kernel, stride=stride, bias=True)
+    )
 
 
 def sincos_embedding(grid: int, width: int, class_token: bool) -> torch.Tensor:

@@ -89,3 +89,10 @@ def test_helpers_of_plug_ins_build_and_count_alike(fresh_cfg):
     cx = blocks.pool2d_cx(blocks.norm2d_cx(blocks.conv2d_cx(cx, 3, 8, 3, stride=2), 8), 8, 3, stride=2)
     cx = blocks.linear_cx(blocks.gap2d_cx(cx, 8), 8, 5, bias=True)
     assert cx == {"h": 1, "w": 1, "flops": 216 * 81 + 45, "params": 216 + 16 + 45, "acts": 8 * 81 + 8 * 25 + 5}
+
+
+def test_squeeze_and_excitation_of_plug_ins_builds_and_counts_alike(fresh_cfg):
+    se, cx = blocks.SE(8, 2), {"h": 5, "w": 5, "flops": 0, "params": 0, "acts": 0}
+    assert se(torch.randn(2, 8, 5, 5)).shape == (2, 8, 5, 5)
+    parameters = sum(p.numel() for p in se.parameters())
+    assert blocks.SE.complexity(cx, 8, 2) == {"h": 5, "w": 5, "flops": 42, "params": parameters, "acts": 10}

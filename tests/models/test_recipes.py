@@ -9,6 +9,7 @@ import pytest
 from pycls.core import builders, config, trainer
 from pycls.core.interrupt import StopRequest
 from pycls.core.logging import load_log_data
+from pycls.core.run import seed_generators
 from pycls.datasets import loader as data_loader
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -63,6 +64,7 @@ def test_every_family_learns(fresh_cfg, tmp_path, cifar, family, dataset):
     fresh_cfg.merge_from_list(["OPTIM.MAX_EPOCH", 3, "OPTIM.EMA_UPDATE_PERIOD", 0, "OUT_DIR", str(tmp_path)])
     fresh_cfg.merge_from_list(FAMILIES[family])
     config.validate_cfg()
+    seed_generators(fresh_cfg.RNG_SEED)
     loader = data_loader.construct_train_loader()
     run = trainer.setup_run(loader, data_loader.construct_test_loader())
     losses = [trainer.train_epoch(run, loader, builders.build_loss_fun(), e, StopRequest())["loss"] for e in range(2)]

@@ -48,6 +48,23 @@ def test_layouts_and_attentions_agree(fresh_cfg, stem, classifier, registers):
         assert torch.allclose(results[0], other, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("classifier", ["token", "pooled"])
+@pytest.mark.parametrize("layout", ["batch_second", "batch_first"])
+def test_tokens_are_contiguous_between_blocks(fresh_cfg, stem, classifier, layout):
+    # Tokens laid out otherwise give the right numbers too, but every norm then copies them.
+    model, seen = build(*STEMS[stem], "VIT.CLASSIFIER_TYPE", classifier, "VIT.LAYOUT", layout), []
+    for block in model.repeated_blocks():
+        block.register_forward_hook(lambda module, inputs, output: seen.extend([inputs[0], output]))
+    model(torch.randn(3, 3, 32, 32, dtype=next(model.parameters()).dtype))
+    assert seen and all(tokens.is_contiguous() for tokens in seen)
+
+
+def test_the_attention_formula_stays_finite_in_fp16(fresh_cfg):
+    q = torch.full((1, 1, 3, 64), 40.0, dtype=torch.float16)
+    assert vit._ATTENTIONS["math"](q, q, q).isfinite().all()
+
+
 def test_attention_is_torchs_multi_head_attention(fresh_cfg):
     model = filled(build())
     ours = model.encoder.block_0.self_attention.block
