@@ -7,7 +7,7 @@ import torch
 
 from pycls.core import config, net
 from pycls.core.errors import UserError
-from pycls.models.vit import ViT, resize_pos_embedding, sincos_embedding
+from pycls.models.vit import _ATTENTIONS, ViT, resize_pos_embedding, sincos_embedding
 
 SMALL = ["TRAIN.IM_SIZE", 32, "VIT.PATCH_SIZE", 8, "VIT.HIDDEN_DIM", 32, "VIT.MLP_DIM", 48, "VIT.NUM_HEADS", 4,
          "VIT.NUM_LAYERS", 2]  # fmt: skip
@@ -62,7 +62,7 @@ def test_tokens_are_contiguous_between_blocks(fresh_cfg, stem, classifier, layou
 
 def test_the_attention_formula_stays_finite_in_fp16(fresh_cfg):
     q = torch.full((1, 1, 3, 64), 40.0, dtype=torch.float16)
-    assert vit._ATTENTIONS["math"](q, q, q).isfinite().all()
+    assert _ATTENTIONS["math"](q, q, q).isfinite().all()
 
 
 def test_attention_is_torchs_multi_head_attention(fresh_cfg):
