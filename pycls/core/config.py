@@ -71,8 +71,8 @@ class CfgNode(_CfgNode):
             raise UserError(f"{cfg_filename}: configs are only read with a safe loader")
         self.merge_from_text(_read(cfg_filename), cfg_filename)
 
-    def merge_from_text(self, text: str, source: str) -> None:
-        """Applies YAML text that came from `source`."""
+    def merge_from_text(self, text: str, source: str, skip_unknown: bool = False) -> None:
+        """Applies YAML text that came from `source`; `skip_unknown` only warns of keys that there are none of here."""
         try:
             tree = yaml.load(text, Loader=_Loader)
         except yaml.YAMLError as error:
@@ -82,8 +82,12 @@ class CfgNode(_CfgNode):
             raise UserError(f"{source}{where}: not valid YAML: {problem}") from None
         if not isinstance(tree, (dict, type(None))):
             raise UserError(f"{source}: a config is a table of KEY: VALUE, not a {type(tree).__name__}")
+        known = {key for key, _ in self.flat()}
         for key, value in _flatten(tree or {}):
-            self.assign(key, value, source)
+            if skip_unknown and key not in known and key not in DEPRECATED:
+                warnings.warn(f"{source}: unknown key {key} is ignored", stacklevel=2)
+            else:
+                self.assign(key, value, source)
 
 
 class _Loader(yaml.SafeLoader):

@@ -37,7 +37,8 @@ def load_saved(path: str, cfg_file: Optional[str] = None, overrides: Sequence = 
         if cfg_file:
             config.load_cfg(cfg_file)
         elif isinstance(content.get("cfg"), str):
-            cfg.merge_from_text(content["cfg"], f"config in {path}")
+            # Written by another version perhaps: what it has more than this one does not concern the model.
+            cfg.merge_from_text(content["cfg"], f"config in {path}", skip_unknown=True)
         else:
             raise UserError(f"{path}: holds weights but no config; give one with --cfg")
         cfg.merge_from_list(list(overrides))

@@ -170,3 +170,9 @@ def test_missing_config_file_is_named(fresh_cfg, tmp_path):
 def test_unsafe_loading_is_refused(fresh_cfg, tmp_path):
     with pytest.raises(UserError, match="safe loader"):
         fresh_cfg.merge_from_file(write(tmp_path, yaml.safe_dump({"NUM_GPUS": 1})), allow_unsafe=True)
+
+
+def test_a_config_of_another_version_can_be_read_past_its_unknown_keys(fresh_cfg):
+    with pytest.warns(UserWarning, match="OPTIM.SHAMPOO is ignored"):
+        fresh_cfg.merge_from_text("OPTIM: {SHAMPOO: 1, BASE_LR: 3.0}", "old file", skip_unknown=True)
+    assert fresh_cfg.OPTIM.BASE_LR == 3.0
