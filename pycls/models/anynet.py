@@ -64,7 +64,7 @@ def res_basic_block(w_in, w_out, stride, _params) -> Residual:
     return Residual(ResBlock, shortcut=_shortcut(w_in, w_out, stride), branch={"f": f}, after={"af": Act()})
 
 
-def _bottleneck(w_in, w_out, stride, params) -> Chain:
+def _bottleneck(w_in, w_out, stride, params, shortcut=True) -> Chain:
     """1x1, 3x3 in groups (with the stride), squeeze-and-excitation, 1x1."""
     w_b = int(round(w_out * params["bot_mul"]))
     se = squeeze_excite(w_b, int(round(w_in * params["se_r"]))) if params["se_r"] else None
@@ -72,7 +72,7 @@ def _bottleneck(w_in, w_out, stride, params) -> Chain:
         a=Conv(w_in, w_b, 1), a_bn=Norm2d(w_b), a_af=Act(),
         b=Conv(w_b, w_b, 3, stride=stride, groups=w_b // params["group_w"]), b_bn=Norm2d(w_b), b_af=Act(),
         se=se,
-        c=Conv(w_b, w_out, 1), c_bn=Norm2d(w_out, final=True),
+        c=Conv(w_b, w_out, 1), c_bn=Norm2d(w_out, final=shortcut),
     )  # fmt: skip
 
 
@@ -93,7 +93,9 @@ class LinearResBlock(nn.Sequential):
 def res_bottleneck_linear_block(w_in, w_out, stride, params) -> Residual:
     """Bottleneck without a final activation, with a shortcut only where the shape is kept (arXiv 1801.04381)."""
     keeps = w_in == w_out and stride == 1
-    return Residual(LinearResBlock if keeps else nn.Sequential, branch={"f": _bottleneck(w_in, w_out, stride, params)})
+    # Without a shortcut a last norm that starts at 0 would let nothing through.
+    f = _bottleneck(w_in, w_out, stride, params, shortcut=keeps)
+    return Residual(LinearResBlock if keeps else nn.Sequential, branch={"f": f})
 
 
 _blocks = {

@@ -32,15 +32,15 @@ class MBConv(nn.Sequential):
 def mb_conv(w_in, w_out, stride, params) -> Chain:
     """1x1 expansion (left out where it changes nothing), depth-wise conv, squeeze-and-excitation, linear 1x1."""
     w_exp = int(w_in * params["exp_r"])
-    expansion = {}
+    has_skip, expansion = stride == 1 and w_in == w_out, {}
     if w_exp != w_in:
         expansion = {"exp": Conv(w_in, w_exp, 1), "exp_bn": Norm2d(w_exp), "exp_af": Act()}
     return Chain(
-        partial(MBConv, stride == 1 and w_in == w_out, params["dc_ratio"]),
+        partial(MBConv, has_skip, params["dc_ratio"]),
         **expansion,
         dwise=Conv(w_exp, w_exp, params["kernel"], stride=stride, groups=w_exp), dwise_bn=Norm2d(w_exp), dwise_af=Act(),
         se=squeeze_excite(w_exp, int(w_in * params["se_r"])),
-        lin_proj=Conv(w_exp, w_out, 1), lin_proj_bn=Norm2d(w_out, final=True),
+        lin_proj=Conv(w_exp, w_out, 1), lin_proj_bn=Norm2d(w_out, final=has_skip),
     )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ import torch
 from pycls.core import builders, config, net
 from pycls.core.errors import UserError
 from pycls.models import blocks, regnet, scaler
-from pycls.models.anynet import AnyNet
+from pycls.models.anynet import AnyNet, res_bottleneck_linear_block
+from pycls.models.effnet import mb_conv
 
 ANY = ["MODEL.TYPE", "anynet", "ANYNET.DEPTHS", [1, 2], "ANYNET.WIDTHS", [8, 16], "ANYNET.STRIDES", [1, 2],
        "ANYNET.BOT_MULS", [1.0, 0.5], "ANYNET.GROUP_WS", [4, 4], "ANYNET.STEM_TYPE", "res_stem_cifar",
@@ -52,6 +53,16 @@ def test_last_norm_of_each_block_can_start_at_zero(fresh_cfg):
     fresh_cfg.merge_from_list([*ANY, "BN.ZERO_INIT_FINAL_GAMMA", True])
     model = builders.build_model().train()
     assert not model.s1.b1.f.c_bn.weight.any() and model.s1.b1.f.a_bn.weight.all()
+
+
+@pytest.mark.parametrize("make", [res_bottleneck_linear_block, mb_conv])
+def test_blocks_without_a_shortcut_never_start_at_zero(fresh_cfg, make):
+    fresh_cfg.BN.ZERO_INIT_FINAL_GAMMA = True
+    params = {"bot_mul": 1.0, "group_w": 4, "se_r": 0.25, "exp_r": 4, "kernel": 3, "dc_ratio": 0.0}
+    for width, starts_at_zero in ((8, True), (16, False)):
+        block = make(8, width, 1, params).build().apply(blocks.init_weights)
+        weights = [p for name, p in block.named_parameters() if name.endswith("weight")]
+        assert any(not p.any() for p in weights) is starts_at_zero
 
 
 def test_a_regnet_and_its_anynet_are_the_same_network(fresh_cfg):
