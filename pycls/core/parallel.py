@@ -232,6 +232,8 @@ def plan_of_config(world_size: int):
         raise UserError("FSDP.BACKEND: fairscale is not available in this version yet; use FSDP.BACKEND torch")
     if cfg.FSDP.STATE != "full":
         raise UserError("FSDP.STATE: sharded checkpoints are not available in this version yet; use FSDP.STATE full")
+    if cfg.FSDP.CPU_OFFLOAD and dist.device_type() == "cpu":
+        raise UserError("FSDP.CPU_OFFLOAD: True needs GPUs; on the CPU the weights are in host memory anyway")
     # One process has nobody to share with: the same run, without the machinery.
     return Sharded if world_size > 1 else Single
 

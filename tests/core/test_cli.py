@@ -65,6 +65,7 @@ MISTAKES = {
     "missing plug-in module": ((*TRAIN[:2], "--plugin", "no_such_module", *TRAIN[2:]), "no such module"),
     "unknown key prefix": (("--list-keys", "OPTIMM"), "did you mean OPTIM?"),
     "nothing to scale by": (("--mode", "scale", "--cfg", "{cfg}"), "scal"),
+    "offload": ((*TRAIN, "FSDP.ENABLED", "True", "FSDP.CPU_OFFLOAD", "True"), "FSDP.CPU_OFFLOAD"),
     "launcher": ((*TRAIN, "LAUNCH.MODE", "slurm"), "LAUNCH.MODE: slurm is not available"),
     "fairscale": ((*TRAIN, "FSDP.ENABLED", "True", "FSDP.BACKEND", "fairscale"), "FSDP.BACKEND"),
     "ffcv": ((*TRAIN, "DATA_LOADER.MODE", "ffcv"), "DATA_LOADER.MODE"),
