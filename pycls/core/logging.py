@@ -52,10 +52,10 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.split(".")[0] == "pycls" else f"pycls.{name}")
 
 
-def setup_logging() -> None:
+def setup_logging(log_file: str = _LOG_FILE) -> None:
     """Sends log lines where the config says; to be called once OUT_DIR and the process group are there.
 
-    Rank 0 appends to OUT_DIR/stdout.log if OUT_DIR exists, and writes to standard output unless LOG_DEST
+    Rank 0 appends to OUT_DIR/`log_file` if OUT_DIR exists, and writes to standard output unless LOG_DEST
     is file. Other ranks write errors to standard error. Calling again replaces the previous set-up.
 
     Raises:
@@ -67,7 +67,7 @@ def setup_logging() -> None:
     _handlers.clear()
     rank = _rank()
     if rank == 0:
-        _handlers.extend(_master_handlers())
+        _handlers.extend(_master_handlers(log_file))
     else:
         _handlers.append(_ConsoleHandler("stderr"))
         _handlers[0].setLevel(logging.ERROR)
@@ -78,10 +78,10 @@ def setup_logging() -> None:
     logging.getLogger("pycls").setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
 
-def _master_handlers() -> Iterable[logging.Handler]:
+def _master_handlers(log_file: str) -> Iterable[logging.Handler]:
     to_file = cfg.LOG_DEST == "file" and cfg.OUT_DIR != ""
     if to_file or os.path.isdir(cfg.OUT_DIR):
-        yield _file_handler(os.path.join(cfg.OUT_DIR, _LOG_FILE))
+        yield _file_handler(os.path.join(cfg.OUT_DIR, log_file))
     if not to_file:
         yield _ConsoleHandler("stdout")
 

@@ -27,17 +27,22 @@ logger = logging.get_logger(__name__)
 # --------------------------------------------------------------------------- setup
 
 
-def setup_env(save_config: bool = False) -> None:
-    """Output folder, logging, seeds."""
+def setup_env(mode: str) -> None:
+    """Output folder, logging, seeds, for `mode` train, test or time.
+
+    Training writes OUT_DIR/config.yaml and stdout.log. In a folder that holds a training run the others leave both
+    alone, since learning curves are read from them, and write test.log or time.log.
+    """
     if dist.is_master_proc():
         try:
             os.makedirs(cfg.OUT_DIR, exist_ok=True)
-            if save_config:
+            if mode == "train":
                 config.dump_cfg()
         except OSError as error:
             raise UserError(f"OUT_DIR: {cfg.OUT_DIR} can't be written: {error.strerror}") from None
     dist.barrier()
-    logging.setup_logging()
+    beside_training = mode != "train" and checkpoint.has_checkpoint()
+    logging.setup_logging(f"{mode}.log" if beside_training else "stdout.log")
     logging.log_environment()
     logger.info("Config:\n%s", cfg.dump())
     logger.info(logging.dump_log_data(cfg, "cfg", None))
@@ -78,7 +83,7 @@ def train_model() -> None:
         Interrupted: SIGTERM or SIGINT came; the run is saved.
     """
     with own_out_dir(), StopRequest() as stop:
-        setup_env(save_config=True)
+        setup_env("train")
         train_loader = data_loader.construct_train_loader()
         test_loader = data_loader.construct_test_loader()
         run = setup_run(train_loader, test_loader)
@@ -214,7 +219,7 @@ def test_model() -> None:
             "TEST.WEIGHTS: nothing to test; give a checkpoint, e.g. TEST.WEIGHTS "
             + os.path.join(cfg.OUT_DIR or "OUT_DIR", "model.pyth")
         )
-    setup_env()
+    setup_env("test")
     precision = Precision()
     plan = setup_model(precision)
     checkpoint.load_checkpoint(cfg.TEST.WEIGHTS, plan.raw)
@@ -229,7 +234,7 @@ def time_model() -> None:
     """Times the model of the config and its data loader."""
     from pycls.core import benchmark  # it builds its model with this module
 
-    setup_env()
+    setup_env("time")
     benchmark.time_config()
 
 

@@ -112,6 +112,16 @@ def test_test_mode_repeats_the_error_of_training(train, run_tool, tiny_run, tmp_
     assert float(found[0][0]) == pytest.approx(best, abs=1e-3)
 
 
+def test_testing_and_timing_beside_a_run_leave_its_log_alone(train, run_tool, tiny_run):
+    out_dir, _ = train("run", *ONE)
+    log, saved = (out_dir / "stdout.log").read_text(), (out_dir / "config.yaml").read_text()
+    words = ("--cfg", tiny_run, "OUT_DIR", out_dir, "TEST.WEIGHTS", out_dir / "model.pyth", "PREC_TIME.NUM_ITER", 1)
+    for mode in ("test", "time"):
+        assert run_tool("run_net.py", "--mode", mode, *words).returncode == 0
+        assert "json_stats" in (out_dir / f"{mode}.log").read_text()
+    assert ((out_dir / "stdout.log").read_text(), (out_dir / "config.yaml").read_text()) == (log, saved)
+
+
 def test_a_finished_run_is_left_alone(train):
     out_dir, _ = train("run", *ONE)
     last = out_dir / "checkpoints" / "model_epoch_0001.pyth"
