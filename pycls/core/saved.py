@@ -44,9 +44,11 @@ def load_saved(path: str, cfg_file: Optional[str] = None, overrides: Sequence = 
         cfg.merge_from_list(list(overrides))
         model = builders.build_model()
         checkpoint.load_checkpoint(path, model)
-        names = content.get("class_names") or _names_beside(path) or [str(i) for i in range(cfg.MODEL.NUM_CLASSES)]
+        names = list(content.get("class_names") or _names_beside(path) or ())
+        # A model may have more classes than its data had: those go by their numbers.
+        names += [str(i) for i in range(len(names), cfg.MODEL.NUM_CLASSES)]
         preparation = loader.preparation(cfg.TEST.DATASET or "imagenet")
-        return SavedModel(model.eval(), list(names), preparation, cfg.MODEL.TYPE)
+        return SavedModel(model.eval(), names, preparation, cfg.MODEL.TYPE)
 
 
 def _names_beside(path: str) -> Optional[List[str]]:

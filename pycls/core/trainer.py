@@ -30,14 +30,12 @@ logger = logging.get_logger(__name__)
 def setup_env(mode: str) -> None:
     """Output folder, logging, seeds, for `mode` train, test or time.
 
-    Training writes OUT_DIR/config.yaml and stdout.log. In a folder that holds a training run the others leave both
-    alone, since learning curves are read from them, and write test.log or time.log.
+    The log is OUT_DIR/stdout.log; but beside a training run, whose learning curves are read from there, testing and
+    timing write test.log and time.log.
     """
     if dist.is_master_proc():
         try:
             os.makedirs(cfg.OUT_DIR, exist_ok=True)
-            if mode == "train":
-                config.dump_cfg()
         except OSError as error:
             raise UserError(f"OUT_DIR: {cfg.OUT_DIR} can't be written: {error.strerror}") from None
     dist.barrier()
@@ -91,7 +89,8 @@ def train_model() -> None:
         if run.epoch >= cfg.OPTIM.MAX_EPOCH:
             logger.info("Nothing to do: the run in %s has finished its %d epochs", cfg.OUT_DIR, cfg.OPTIM.MAX_EPOCH)
             return
-        write_class_names(run.class_names)
+        # Only now is it sure that the run goes on: one that was refused must not leave its config here.
+        write_run_files(run.class_names)
         loss_fun = builders.build_loss_fun()
         batch, lr = cfg.TRAIN.BATCH_SIZE, optim.get_epoch_lr(run.epoch)
         logger.info("Start epoch: %d; global batch %d, %d per process, learning rate %.4g",
@@ -238,8 +237,11 @@ def time_model() -> None:
     benchmark.time_config()
 
 
-def write_class_names(names) -> None:
-    """Writes OUT_DIR/classes.json: the class names in the order of their numbers."""
-    if names is not None and dist.is_master_proc():
+def write_run_files(class_names) -> None:
+    """Writes OUT_DIR/config.yaml, and classes.json: the class names in the order of their numbers."""
+    if not dist.is_master_proc():
+        return
+    config.dump_cfg()
+    if class_names is not None:
         with atomic_write(os.path.join(cfg.OUT_DIR, "classes.json")) as f:
-            f.write(json.dumps(list(names), indent=1, ensure_ascii=False).encode())
+            f.write(json.dumps(list(class_names), indent=1, ensure_ascii=False).encode())

@@ -291,7 +291,7 @@ class ViT(nn.Module):
 
     def forward(self, images):
         """images: (batch, 3, side, side) of the size that the model was built for. Returns logits (batch, classes)."""
-        if images.shape[-2:] != (self.side, self.side):
+        if not torch.jit.is_tracing() and images.shape[-2:] != (self.side, self.side):
             raise UserError(
                 f"TRAIN.IM_SIZE: this ViT was built for images of {self.side} x {self.side}, not "
                 f"{images.shape[-2]} x {images.shape[-1]}"

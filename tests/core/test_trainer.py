@@ -153,9 +153,11 @@ def test_resume_wins_over_starting_weights(train):
 
 
 def test_another_model_is_refused_with_the_differing_keys(train):
-    train("run", *ONE)
+    out_dir, _ = train("run", *ONE)
+    saved = (out_dir / "config.yaml").read_text()
     _, done = train("run", "VIT.MLP_DIM", 64, "OPTIM.MAX_EPOCH", 2, code=2)
     assert "VIT.MLP_DIM (file: 32, config: 64)" in done.stderr
+    assert (out_dir / "config.yaml").read_text() == saved
 
 
 def test_moving_the_output_folder_keeps_resume_working(train):

@@ -69,6 +69,13 @@ def test_bare_weights_need_a_config(run_tool, trained):
     assert done.returncode == 0 and "\t0 " in done.stdout
 
 
+def test_classes_without_a_name_go_by_their_number(run_tool, trained):
+    content = torch.load(trained / "model.pyth", weights_only=True)
+    torch.save({**content, "class_names": ["red"]}, trained / "one_name.pyth")
+    done = run_tool("predict.py", trained / "one_name.pyth", trained / "pictures" / "deep" / "b_green.JPG")
+    assert done.returncode == 0 and done.stdout.split("\t")[1].startswith("1 ")
+
+
 MISTAKES = {
     "no picture": (["{d}/model.pyth", "{d}/none.png"], "there is no such file"),
     "empty folder": (["{d}/model.pyth", "{d}/empty"], "holds no pictures"),
