@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Sets up and runs the tests; arguments go to pytest, e.g. ./dev/test.sh tests/models -k vit
+# Sets up and runs the tests, two files at a time; arguments go to pytest, e.g. ./dev/test.sh tests/models -k vit
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source dev/setup_env.sh test
-exec "$PYTHON" -m pytest "$@"
+# One thread per process, since processes run side by side.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$PYTHON" -m pytest -n 2 --dist loadfile "$@"
