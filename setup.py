@@ -15,7 +15,15 @@ EXTRAS = {
     "fsdp": ["fairscale"],
     "export": ["safetensors", "onnx", "onnxruntime"],
 }
-EXTRAS["test"] = ["pytest", "pytest-xdist", "ruff", "transformers", *EXTRAS["digits"], *EXTRAS["tensorboard"], *EXTRAS["export"]]
+EXTRAS["test"] = [
+    "pytest",
+    "pytest-xdist",
+    "ruff",
+    "transformers",
+    *EXTRAS["digits"],
+    *EXTRAS["tensorboard"],
+    *EXTRAS["export"],
+]
 EXTRAS["all"] = sorted({name for names in EXTRAS.values() for name in names})
 
 setup(
