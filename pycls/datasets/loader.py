@@ -6,6 +6,8 @@ same samples, augmented alike.
 """
 
 import os
+import signal
+import threading
 from functools import partial
 from typing import Callable, Iterator, List
 
@@ -125,7 +127,17 @@ class _Padded(Dataset):
 # ------------------------------------------------------------------------- loaders
 
 
+# Seconds for which a worker that is told to stop goes on: the main process may still need a batch before it saves.
+_LINGER = 30
+
+
 def _start_worker(worker: int, threads: int) -> None:
+    # A terminal or a scheduler signals every process of a run at once. What to do then is the main process's
+    # decision; it could not finish its step if its workers were gone first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGALRM, _leave)
+        signal.signal(signal.SIGTERM, _linger)
     # OpenCV would start a thread per core in every worker; parallelism comes from the workers.
     import cv2
 
@@ -133,20 +145,56 @@ def _start_worker(worker: int, threads: int) -> None:
     torch.set_num_threads(threads)
 
 
+def _linger(number, frame) -> None:
+    signal.alarm(_LINGER)
+
+
+def _leave(number, frame) -> None:
+    # As a success: the main process is only to complain if it waits for this worker, not while it saves.
+    os._exit(0)
+
+
+def _worker_died(error: RuntimeError) -> UserError:
+    return UserError(
+        f"a loader worker died ({str(error).splitlines()[0]}); too little shared memory (/dev/shm) or memory is the "
+        "usual cause: lower DATA_LOADER.NUM_WORKERS (0 loads without workers), or give the container more shared memory"
+    )
+
+
+def _explain_deaths() -> None:
+    """Puts the explanation around torch's handler of dead workers, whose error comes up wherever the main thread is."""
+    if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
+        return
+    former = signal.getsignal(signal.SIGCHLD)
+    if not callable(former) or hasattr(former, "explains"):
+        return
+
+    def handler(number, frame):
+        try:
+            former(number, frame)
+        except RuntimeError as error:
+            raise _worker_died(error) from None
+
+    handler.explains = True
+    signal.signal(signal.SIGCHLD, handler)
+
+
 class _Loader(DataLoader):
     """DataLoader whose length is that of a whole epoch and whose dead workers are explained."""
 
     def __iter__(self):
         try:
-            yield from super().__iter__()
+            batches = super().__iter__()
+            _explain_deaths()
+            yield from batches
+        except UserError as error:
+            # From a worker it comes inside a traceback as text; the message is the last line.
+            last = str(error).strip().splitlines()[-1]
+            raise UserError(last.removeprefix(f"{UserError.__module__}.{UserError.__name__}: ")) from None
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
-            raise UserError(
-                f"a loader worker died ({str(error).splitlines()[0]}); too little shared memory (/dev/shm) or memory "
-                f"is the usual cause: lower DATA_LOADER.NUM_WORKERS from {self.num_workers} (0 loads without workers), "
-                "or give the container more shared memory"
-            ) from None
+            raise _worker_died(error) from None
 
 
 def _construct_loader(dataset: Dataset, sampler) -> DataLoader:

@@ -1,5 +1,6 @@
 """Which sample goes where: every one once, the same whatever the processes and workers, found again after a resume."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -158,7 +159,46 @@ def test_a_killed_worker_is_explained(fresh_cfg, monkeypatch, tmp_path):
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
-    with pytest.raises(UserError, match=r"shared memory.*DATA_LOADER.NUM_WORKERS from 1"):
+    with pytest.raises(UserError, match=r"shared memory.*DATA_LOADER.NUM_WORKERS"):
+        next(iter(data_loader.construct_train_loader()))
+
+
+def started(loader):
+    """An iterator of the loader whose worker has begun, and the worker's process id."""
+    before = {child.pid for child in multiprocessing.active_children()}
+    batches = iter(loader)
+    next(batches)
+    (pid,) = {child.pid for child in multiprocessing.active_children()} - before
+    return batches, pid
+
+
+def test_a_worker_killed_while_the_model_computes_is_explained_too(digits):
+    digits.DATA_LOADER.NUM_WORKERS = 1
+    _, pid = started(data_loader.construct_train_loader())
+    with pytest.raises(UserError, match=r"shared memory.*DATA_LOADER.NUM_WORKERS"):
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_outlive_a_signal_to_the_whole_run(digits, number):
+    digits.merge_from_list(["DATA_LOADER.NUM_WORKERS", 1, "DATA_LOADER.PREFETCH", 1])
+    batches, pid = started(data_loader.construct_train_loader())
+    os.kill(pid, number)
+    assert sum(1 for _ in batches) == 13
+
+
+class Unreadable(Threads):
+    def load(self, index, rng):
+        raise UserError("picture.png: can't be read")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_mistake_found_in_a_worker_is_one_line(fresh_cfg, monkeypatch, workers):
+    monkeypatch.setitem(data_loader._DATASETS, "digits", Unreadable)
+    fresh_cfg.merge_from_list(["TRAIN.DATASET", "digits", "TRAIN.BATCH_SIZE", 4, "DATA_LOADER.NUM_WORKERS", workers,
+                               "MODEL.NUM_CLASSES", 1])  # fmt: skip
+    with pytest.raises(UserError, match=r"^picture\.png: can't be read$"):
         next(iter(data_loader.construct_train_loader()))
 
 
