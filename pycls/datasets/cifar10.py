@@ -17,6 +17,11 @@ _MEAN = np.array([125.3, 123.0, 113.9], dtype=np.float32).reshape(3, 1, 1)
 _STD = np.array([63.0, 62.1, 66.7], dtype=np.float32).reshape(3, 1, 1)
 _SIDE, _PADDING = 32, 4
 _NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+# What reading a damaged or crafted pickle, with nothing but arrays allowed, was seen to raise.
+_UNREADABLE = (
+    pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError, OverflowError, MemoryError,
+    SystemError, RuntimeError,
+)  # fmt: skip
 _FILES = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"], "val": ["test_batch"]}
 
 
@@ -55,8 +60,9 @@ def read_batch(path: str):
         labels = np.asarray(batch.get(b"labels", batch.get(b"fine_labels")), dtype=np.int64)
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror}") from None
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UserError(f"{path}: is not a CIFAR-10 python batch ({type(error).__name__}: {error})") from None
+    except _UNREADABLE as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: is not a CIFAR-10 python batch ({type(error).__name__}: {reason})") from None
     if len(images) != len(labels):
         raise UserError(f"{path}: holds {len(images)} pictures but {len(labels)} labels")
     return images, labels

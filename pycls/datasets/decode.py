@@ -31,12 +31,14 @@ def decode_image(source: Union[str, bytes], decoder: str = "opencv") -> np.ndarr
     Raises:
         UserError: it can't be read; names the file.
     """
+    from PIL import Image
+
     name = source if isinstance(source, str) else "picture"
     try:
         data = _read(source) if isinstance(source, str) else source
         image = _decode_jpeg(data) if decoder == "opencv" and data[:3] == b"\xff\xd8\xff" else None
         return image if image is not None else _decode_any(data)
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{name}: can't be read as a picture: {reason}") from None
     except (ValueError, SyntaxError, EOFError, MemoryError) as error:
@@ -51,7 +53,8 @@ def _read(path: str) -> bytes:
 
 def _decode_jpeg(data: bytes):
     """OpenCV's reading of a grey or RGB JPEG, turned by its tag (as it does by itself); None where it can't tell."""
-    if _jpeg_channels(data) not in (1, 3):
+    # OpenCV 4 fills what a cut-off file lacks with grey; without the end marker Pillow has to judge.
+    if _jpeg_channels(data) not in (1, 3) or b"\xff\xd9" not in data[-64:]:
         return None
     return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
 
@@ -87,7 +90,11 @@ def _decode_any(data: bytes) -> np.ndarray:
 
 
 def _from_deep_grey(values: np.ndarray) -> np.ndarray:
-    """Grey of 16 bits (or floats on 0..1) scaled to 8, never clipped."""
-    full = 1.0 if values.dtype.kind == "f" and values.max(initial=0) <= 1.0 else 65535.0
-    grey = np.clip(np.rint(values.astype(np.float64) * (255.0 / full)), 0, 255).astype(np.uint8)
+    """Grey of 16 bits, or floats on 0..1, 0..255 or 0..65535, scaled to 8 bits; never clipped: else refused."""
+    low, high = values.min(initial=0), values.max(initial=0)
+    ranges = (1.0, 255.0, 65535.0) if values.dtype.kind == "f" else (65535.0,)
+    full = next((top for top in ranges if high <= top), None)
+    if full is None or not low >= 0:
+        raise ValueError(f"grey values from {low} to {high} are not those of 16 bits")
+    grey = np.rint(values.astype(np.float64) * (255.0 / full)).astype(np.uint8)
     return np.repeat(grey[:, :, None], 3, axis=2)

@@ -101,6 +101,35 @@ def test_unreadable_files_are_named(tmp_path, kind):
         decode_image(str(tmp_path / "bad.png"))
 
 
+@pytest.mark.parametrize("decoder", ["opencv", "pillow"])
+def test_a_cut_off_jpeg_is_refused_whatever_the_decoder(tmp_path, decoder):
+    with open(saved(tmp_path, Image.fromarray(scene(120, 160)), "whole.jpg", quality=95), "rb") as f:
+        data = f.read()
+    (tmp_path / "cut.jpg").write_bytes(data[: len(data) * 3 // 5])
+    with pytest.raises(UserError, match="cut.jpg"):
+        decode_image(str(tmp_path / "cut.jpg"), decoder)
+
+
+def test_a_picture_of_absurd_size_is_refused(tmp_path):
+    path = saved(tmp_path, Image.new("1", (20000, 20000)), "huge.png")
+    with pytest.raises(UserError, match=r"huge\.png.*exceeds limit"):
+        decode_image(path)
+
+
+@pytest.mark.parametrize("top", [1.0, 255.0, 65535.0])
+def test_float_ramps_keep_their_levels(tmp_path, top):
+    ramp = np.tile(np.linspace(0, top, 512, dtype=np.float32), (8, 1))
+    decoded = decode_image(saved(tmp_path, Image.fromarray(ramp), "ramp.tif"))
+    assert len(np.unique(decoded)) >= 200 and decoded.max() == 255
+
+
+@pytest.mark.parametrize("low, high", [(0, 1_000_000), (-500, 500)])
+def test_grey_beyond_sixteen_bits_is_refused_rather_than_clipped(tmp_path, low, high):
+    ramp = np.tile(np.linspace(low, high, 512).astype(np.int32), (8, 1))
+    with pytest.raises(UserError, match=r"deep\.tif.*not those of 16 bits"):
+        decode_image(saved(tmp_path, Image.fromarray(ramp), "deep.tif"))
+
+
 def test_a_red_picture_gives_the_known_tensor_on_every_path(fresh_cfg, tmp_path):
     fresh_cfg.merge_from_list(["TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 40, "TRAIN.PCA_STD", 0.0])
     for split in ("train", "val"):
@@ -280,6 +309,23 @@ def test_cifar_batches_are_read_and_normalised(fresh_cfg, tmp_path, protocol):
 class Attack:
     def __reduce__(self):
         return (os.mkdir, ("attacked",))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_batches_are_named_in_one_line(tmp_path):
+    data = {b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [1, 2]}
+    rng, path = np.random.default_rng(0), tmp_path / "test_batch"
+    for protocol in (2, 4):
+        whole = pickle.dumps(data, protocol=protocol)
+        for _ in range(300):
+            damaged = bytearray(whole)
+            for at in rng.integers(200, size=3):
+                damaged[at] = rng.integers(256)
+            path.write_bytes(damaged)
+            try:
+                cifar10.read_batch(str(path))
+            except UserError as error:
+                assert "test_batch" in str(error) and "\n" not in str(error)
 
 
 @pytest.mark.parametrize("content", [Attack(), {b"data": Attack()}, torch.zeros(2), [1], {b"data": b"x"}])
