@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from typing import Optional
 
 
@@ -19,10 +20,17 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """While active, remembers a SIGTERM or SIGINT instead of dying from it; a second one ends the process at once."""
+    """While active, remembers a SIGTERM or SIGINT instead of dying from it; one more, later, ends the process at once.
+
+    A scheduler that signals every process of a run reaches a rank twice, directly and through its parent; what comes
+    within SAME_REQUEST_SECONDS counts once.
+    """
+
+    SAME_REQUEST_SECONDS = 3.0
 
     def __init__(self):
         self.signal: Optional[int] = None
+        self._since = 0.0
         self._former = {}
 
     def __bool__(self) -> bool:
@@ -42,7 +50,9 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number, frame) -> None:
-        if self.signal is not None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._since = number, now
+        elif now - self._since > self.SAME_REQUEST_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.signal = number

@@ -140,7 +140,8 @@ def test_asked_to_stop_it_saves_and_goes_on(unbroken, tmp_path):
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (log.exists() and "train_iter" in log.read_text()):
         time.sleep(0.02)
-    os.kill(victim.pid, signal.SIGTERM)
+    # To the whole group, as a terminal or a scheduler does: ranks get it directly and through their parent.
+    os.killpg(victim.pid, signal.SIGTERM)
     output = victim.communicate(timeout=60)[0].decode()
     if victim.returncode != 0:  # 0: it was over before the signal came
         assert victim.returncode == 143
