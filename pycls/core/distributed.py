@@ -265,9 +265,8 @@ def _child(rank, world_size, port, state, fun, fun_args, fun_kwargs) -> None:
     code = guarded(body, speak=lambda: store.add("failures", 1) == 1, name=f"rank {rank}: ")
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        # Not sys.exit: with a peer gone, the group's threads would be waited for.
-        os._exit(code)
+    # Not sys.exit: threads of the group and of sharding may still run, to be waited for or to abort the process.
+    os._exit(code)
 
 
 def _die_with(parent: int) -> None:
