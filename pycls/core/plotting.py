@@ -1,7 +1,8 @@
 """Learning curves from logs. matplotlib is imported only where something is drawn."""
 
+import math
 import os
-from typing import Dict, List, Sequence
+from typing import Dict, Iterable, List, Optional, Sequence
 
 from pycls.core import logging
 from pycls.core.errors import UserError
@@ -18,6 +19,8 @@ _LABELS = {
     "lr": "learning rate",
     "images_per_second": "training images/s",
 }
+# Panels beside the errors.
+_SIDE = ("loss", "lr", "images_per_second")
 
 
 def load_curves(log_file: str) -> Dict[str, Dict]:
@@ -34,55 +37,76 @@ def load_curves(log_file: str) -> Dict[str, Dict]:
 
 
 def plot_error_curves(log_files: Sequence[str], names: Sequence[str], out_path: str, metric: str = "top1_err") -> str:
-    """Draws the learning curves of one or several logs: an error, the loss, the learning rate and the speed per epoch.
+    """Draws the learning curves of one or several logs: an error, and what there is of loss, learning rate and speed.
 
     Args:
         names: what the logs are called in the legend. out_path: of the PNG. metric: top1_err or top5_err.
     Returns:
         out_path.
+    Raises:
+        UserError: a log holds no epoch with that metric, or out_path can't be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     runs = [load_curves(log_file) for log_file in log_files]
+    for log_file, run in zip(log_files, runs):
+        if not any(_known(values.get(metric, ())) for values in run.values()):
+            raise UserError(f"{log_file}: has no {metric} in its epochs")
     figure = Figure(figsize=(11, 7.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subfigures(1, 2, width_ratios=(1.7, 1))
+    # Logs of PyCls don't tell the speed, and those of a test alone have nothing of training.
+    trained = [run.get("train_epoch", {}) for run in runs]
+    keys = [key for key in _SIDE if any(key in train for train in trained)]
+    left, right = figure.subfigures(1, 2, width_ratios=(1.7, 1)) if keys else (figure, None)
     main_axes = left.subplots()
-    side_axes = dict(zip(("loss", "lr", "images_per_second"), right.subplots(3, 1, sharex=True)))
+    side_axes = dict(zip(keys, right.subplots(len(keys), 1, sharex=True, squeeze=False)[:, 0])) if keys else {}
     for i, (run, name) in enumerate(zip(runs, names)):
         colour = _COLOURS[i % len(_COLOURS)]
         _draw_errors(main_axes, run, name if len(runs) > 1 else "", colour, metric)
         for key, axes in side_axes.items():
-            train = run.get("train_epoch", {})
-            if key in train:
-                axes.plot(train["epoch_ind"], train[key], color=colour, marker="." if len(train[key]) == 1 else None)
-    main_axes.set_xlabel("epoch")
-    main_axes.set_ylabel(_LABELS.get(metric, metric))
-    main_axes.set_ylim(bottom=0)
+            if key in trained[i]:
+                _draw(axes, trained[i], key, color=colour)
     main_axes.legend(frameon=False)
-    for key, axes in side_axes.items():
-        axes.set_ylabel(_LABELS[key])
+    for key, axes in ((metric, main_axes), *side_axes.items()):
+        axes.set_ylabel(_LABELS.get(key, key))
+        axes.margins(y=0.08)
         axes.set_ylim(bottom=0)
-    side_axes["images_per_second"].set_xlabel("epoch")
-    for axes in (main_axes, *side_axes.values()):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    with atomic_write(out_path) as f:
-        figure.savefig(f, format="png")
-    return out_path
+    for axes in (main_axes, *list(side_axes.values())[-1:]):
+        axes.set_xlabel("epoch")
+    return _save(figure, out_path)
 
 
 def _draw_errors(axes, run: Dict, name: str, colour: str, metric: str) -> None:
     """The error curves of one run, each with its lowest value in the legend."""
     for data_type, (title, style) in _CURVES.items():
-        values = run.get(data_type, {}).get(metric)
-        if not values:
-            continue
-        best = min(v for v in values if v is not None)
-        label = f"{f'{name}: ' if name else ''}{title} (lowest {best:.2f})"
-        marker = "." if len(values) == 1 else None
-        axes.plot(run[data_type]["epoch_ind"], values, style, color=colour, label=label, marker=marker)
+        known = _known(run.get(data_type, {}).get(metric, ()))
+        if known:
+            label = f"{f'{name}: ' if name else ''}{title} (lowest {min(known):.2f})"
+            _draw(axes, run[data_type], metric, linestyle=style, color=colour, label=label)
+
+
+def _draw(axes, records: Dict, metric: str, **style) -> None:
+    """One curve over epochs, with gaps where a record lacks the metric; a single epoch is a dot."""
+    values = [math.nan if value is None else value for value in records[metric]]
+    axes.plot(records["epoch_ind"], values, marker="." if len(values) == 1 else None, **style)
+
+
+def _known(values: Iterable[Optional[float]]) -> List[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def _save(figure, out_path: str) -> str:
+    try:
+        with atomic_write(out_path) as f:
+            figure.savefig(f, format="png")
+    except OSError as error:
+        raise UserError(f"{out_path}: can't be written: {error.strerror}") from None
+    return out_path
 
 
 def log_file_of(path: str) -> str:
@@ -145,9 +169,7 @@ def _bars(entries: Sequence[Dict], title: str, out_path: str, value, label: str,
     axes.set_xlabel(label)
     axes.set_title(title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    with atomic_write(out_path) as f:
-        figure.savefig(f, format="png")
-    return out_path
+    return _save(figure, out_path)
 
 
 def plot_ladder(entries: Sequence[Dict], title: str, out_path: str) -> str:

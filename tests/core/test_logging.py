@@ -120,17 +120,14 @@ def test_without_a_terminal_the_progress_bar_shows_nothing(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_the_progress_bar_on_a_terminal_shows_rate_loss_and_what_is_left(tmp_path):
+def on_a_terminal(code):
+    """Runs Python code with standard output and error on one pseudo-terminal; returns what it shows."""
     fcntl, pty, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "termios"))
-    code = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); from pycls.core import logging\n"
-        "with logging.progress(4, 0, 'epoch 1/3') as bar:\n"
-        "    for i in range(4): time.sleep(0.6); bar.update(1, loss=0.5 + i)\n"
-    )
     seen = b""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    process = subprocess.Popen([sys.executable, "-c", code, ROOT], stderr=child, stdin=child)
+    code = "import sys, time; sys.path.insert(0, sys.argv[1]); from pycls.core import logging\n" + code
+    process = subprocess.Popen([sys.executable, "-c", code, ROOT], stdout=child, stderr=child, stdin=child)
     os.close(child)
     while True:
         try:
@@ -140,9 +137,28 @@ def test_the_progress_bar_on_a_terminal_shows_rate_loss_and_what_is_left(tmp_pat
         if not data:
             break
         seen += data
-    assert process.wait() == 0
-    text = seen.decode()
+    os.close(parent)
+    assert process.wait() == 0, seen.decode()
+    return seen.decode()
+
+
+def test_the_progress_bar_on_a_terminal_shows_rate_loss_and_what_is_left():
+    text = on_a_terminal(
+        "with logging.progress(4, 0, 'epoch 1/3') as bar:\n"
+        "    for i in range(4): time.sleep(0.6); bar.update(1, loss=0.5 + i)\n"
+    )
     assert "epoch 1/3" in text and "loss=1.5" in text and ("it/s" in text or "s/it" in text)
+
+
+def test_a_line_logged_while_the_bar_is_up_stands_alone():
+    text = on_a_terminal(
+        "logging.setup_logging()\n"
+        "with logging.progress(4, 0, 'epoch 1/3') as bar:\n"
+        "    time.sleep(0.6); bar.update(1); logging.get_logger('pycls.x').info('hello')\n"
+    )
+    # What precedes it on its row of the screen was wiped: the row starts anew at the last carriage return.
+    row = next(row for row in text.split("\n") if "hello" in row)
+    assert row.rstrip("\r").split("\r")[-1].startswith("[") and row.rstrip("\r").endswith(": hello")
 
 
 def test_scalars_go_on_after_a_resume_without_a_repeated_step(fresh_cfg, tmp_path):

@@ -40,6 +40,30 @@ def test_one_epoch_is_enough(tmp_path):
     plotting.plot_run(write_log(tmp_path / "run", epochs=1))
 
 
+def test_logs_of_pycls_and_of_a_test_alone_are_drawn(tmp_path, recwarn):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for data_type in ("train_epoch", "test_epoch"):
+        record = {"epoch": "1/2", "top1_err": 50.0, "loss": 1.0, "lr": 0.1}
+        (folder / "stdout.log").write_text(logging.dump_log_data(record, data_type))
+        assert pixels(plotting.plot_run(str(folder))).shape == (864, 1320, 3)
+    assert not recwarn.list
+
+
+def test_numbers_that_are_missing_or_not_finite_leave_gaps(tmp_path):
+    records = [{"top1_err": 50.0}, {"loss": 1.0}, {"top1_err": float("nan")}, {"top1_err": 40.0, "loss": float("inf")}]
+    rows = [logging.dump_log_data({"epoch": f"{e}/4", **r}, "train_epoch") for e, r in enumerate(records, 1)]
+    (tmp_path / "stdout.log").write_text("\n".join(rows))
+    assert pixels(plotting.plot_run(str(tmp_path))).shape == (864, 1320, 3)
+
+
+def test_a_log_without_the_metric_is_named(tmp_path):
+    log = tmp_path / "stdout.log"
+    log.write_text(logging.dump_log_data({"epoch": "1/4", "loss": 1.0}, "train_epoch"))
+    with pytest.raises(UserError, match="has no top5_err"):
+        plotting.plot_error_curves([str(log)], ["a"], str(tmp_path / "curves.png"), "top5_err")
+
+
 def test_the_tool_compares_runs(run_tool, tmp_path):
     logs = [write_log(tmp_path / name, error=error) for name, error in (("a", 50.0), ("b", 30.0))]
     done = run_tool("plot_log.py", *logs, "--names", "first", "second", "-o", tmp_path / "both.png")
@@ -51,6 +75,7 @@ MISTAKES = {
     "missing log": (["{tmp}/none"], "there is no such log"),
     "no records": (["{tmp}/empty.log"], "holds no finished epoch"),
     "names": (["{tmp}/run", "--names", "a", "b"], "2 names for 1 logs"),
+    "output": (["{tmp}/run", "-o", "{tmp}/nowhere/curves.png"], "nowhere/curves.png: can't be written"),
     "metric": (["{tmp}/run", "--metric", "loss"], "--metric"),
 }
 
