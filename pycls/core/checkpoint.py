@@ -15,7 +15,7 @@ import torch
 import yaml
 from torch import nn
 
-from pycls.core.config import cfg
+from pycls.core.config import cfg, flatten
 from pycls.core.errors import UserError
 from pycls.core.io import atomic_write, cache_url, pathmgr
 from pycls.core.logging import get_logger
@@ -215,16 +215,24 @@ def load_checkpoint(path, model, model_ema=None, optimizer=None) -> Tuple[int, f
     Raises:
         UserError: the file can't be read, or does not fit: the first names and shapes that differ.
     """
-    checkpoint, model = read_checkpoint(path), unwrap_model(model)
+    model = unwrap_model(model)
     if model_ema is None:
-        model.load_state_dict(_fitting(better_state(checkpoint, path, model.state_dict()), model, path, checkpoint))
+        checkpoint, state = tested_state(path, model)
+        model.load_state_dict(state)
     else:
+        checkpoint = read_checkpoint(path)
         model.load_state_dict(fitting_state(checkpoint, "model_state", model, path))
         model_ema = unwrap_model(model_ema)
         model_ema.load_state_dict(fitting_state(checkpoint, "ema_state", model_ema, path))
     if optimizer is not None:
         optimizer.load_state_dict(fitting_optimizer_state(checkpoint, optimizer, path))
     return (checkpoint.get("epoch", 0), *_errors(checkpoint))
+
+
+def tested_state(path: str, model: nn.Module) -> Tuple[Dict[str, Any], Dict[str, torch.Tensor]]:
+    """The content of a file, and of its weights those with the lower test error, made sure to fit `model`."""
+    checkpoint = read_checkpoint(path)
+    return checkpoint, _fitting(better_state(checkpoint, path, model.state_dict()), model, path, checkpoint)
 
 
 def fitting_state(checkpoint: Dict, name: str, model: nn.Module, path: str) -> Dict[str, torch.Tensor]:
@@ -322,10 +330,14 @@ def write_checkpoint(state: Dict[str, Any], path: str) -> str:
 def update_best(state: Dict[str, Any]) -> None:
     """Brings OUT_DIR/model.pyth up to date: model and EMA each as of their own lowest test error (PyCls)."""
     path = get_checkpoint_best()
-    if not (pathmgr.exists(path) and is_whole(path)):
+    try:
+        best = read_checkpoint(path) if pathmgr.exists(path) else {}
+    except UserError as error:
+        logger.warning("%s; it is written anew", error)
+        best = {}
+    if not best:
         write_checkpoint(state, path)
         return
-    best = read_checkpoint(path)
     better = [n for n, key in (("model_state", "test_err"), ("ema_state", "ema_err")) if state[key] < best[key]]
     if better:
         for name, key in (("model_state", "test_err"), ("ema_state", "ema_err")):
@@ -375,10 +387,10 @@ def _remove_steps(but: str = "") -> None:
 
 
 def remove_leftovers() -> None:
-    """Removes temporary files of a run that was killed while writing."""
+    """Removes the temporary files (see `io.atomic_write`) of a run that was killed while writing."""
     for folder in (cfg.OUT_DIR, get_checkpoint_dir()):
         for name in pathmgr.ls(folder) if pathmgr.isdir(folder) else ():
-            if name.startswith(".") and name.endswith(".pyth.tmp") or re.match(r"\..*\.pyth\..*\.tmp$", name):
+            if re.match(r"\..+\.(pyth|json|yaml|png)\..+\.tmp$", name):
                 pathmgr.rm(os.path.join(folder, name))
 
 
@@ -388,18 +400,7 @@ def remove_leftovers() -> None:
 def _config_of(checkpoint: Dict) -> Dict[str, Any]:
     """The flat config stored in a checkpoint, empty when there is none."""
     text = checkpoint.get("cfg")
-    tree = yaml.safe_load(text) if isinstance(text, str) else None
-    flat: Dict[str, Any] = {}
-
-    def walk(node, prefix):
-        for name, value in node.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{name}.")
-            else:
-                flat[prefix + name] = value
-
-    walk(tree or {}, "")
-    return flat
+    return dict(flatten(yaml.safe_load(text) or {})) if isinstance(text, str) else {}
 
 
 _SECTIONS = {"vit": "VIT.", "anynet": "ANYNET.", "regnet": "REGNET.", "resnet": "RESNET.", "effnet": "EN."}

@@ -18,7 +18,7 @@ import yaml
 from fvcore.common.config import CfgNode as _CfgNode
 
 from pycls.core.errors import UserError, nearest
-from pycls.core.io import pathmgr
+from pycls.core.io import atomic_write, cache_url, pathmgr
 from pycls.core.options import DEPRECATED, OPTIONS
 from pycls.datasets.augment import make_augment
 
@@ -83,7 +83,7 @@ class CfgNode(_CfgNode):
         if not isinstance(tree, (dict, type(None))):
             raise UserError(f"{source}: a config is a table of KEY: VALUE, not a {type(tree).__name__}")
         known = {key for key, _ in self.flat()}
-        for key, value in _flatten(tree or {}):
+        for key, value in flatten(tree or {}):
             if skip_unknown and key not in known and key not in DEPRECATED:
                 warnings.warn(f"{source}: unknown key {key} is ignored", stacklevel=2)
             else:
@@ -103,10 +103,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _flatten(tree: Dict, prefix: str = "") -> Iterator[Tuple[str, Any]]:
+def flatten(tree: Dict, prefix: str = "") -> Iterator[Tuple[str, Any]]:
+    """Yields (dotted key, value) for every value in a tree as YAML gives it."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -193,8 +194,8 @@ def load_cfg(cfg_file: str) -> None:
 def dump_cfg() -> str:
     """Writes the merged config to OUT_DIR/CFG_DEST and returns that path."""
     path = os.path.join(cfg.OUT_DIR, cfg.CFG_DEST)
-    with pathmgr.open(path, "w") as f:
-        f.write(cfg.dump())
+    with atomic_write(path) as f:
+        f.write(cfg.dump().encode())
     return path
 
 
@@ -212,8 +213,6 @@ def assert_and_infer_cfg(cache_urls: bool = True) -> None:
     """PyCls's name for validation; also fetches weights given as a URL when `cache_urls`."""
     validate_cfg()
     if cache_urls:
-        from pycls.core.io import cache_url
-
         for node in (cfg.TRAIN, cfg.TEST):
             node.WEIGHTS = cache_url(node.WEIGHTS, cfg.DOWNLOAD_CACHE)
 

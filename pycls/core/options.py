@@ -221,8 +221,8 @@ OPTIONS = (
     Option("NUM_GPUS", 1, "number of processes over all machines: GPUs, or gloo ranks on the CPU", low=1),
     Option("MAX_GPUS_PER_NODE", 8, "most processes on one machine", low=1),
     Option("DIST_BACKEND", "auto", "collectives; auto follows the device (PyCls: nccl)", ("auto", "nccl", "gloo")),
-    Option("HOST", "localhost", "host of the rendezvous for local processes"),
-    Option("PORT_RANGE", [10000, 65000], "range of rendezvous ports for SLURM jobs (local runs take a free one)"),
+    Option("HOST", "localhost", "accepted as in PyCls and not used: local processes meet on the loopback interface"),
+    Option("PORT_RANGE", [10000, 65000], "accepted as in PyCls and not used: the system picks a free port"),
     Option("RNG_SEED", 1, "seed of everything random", low=0),
     Option(
         "CUDNN.BENCHMARK",

@@ -78,9 +78,6 @@ class Replicated(Single):
         ids = [self.device.index] if self.device.type == "cuda" else None
         self.model = DistributedDataParallel(self.raw, device_ids=ids, gradient_as_bucket_view=True)
 
-    def place(self, model: nn.Module) -> nn.Module:
-        return super().place(nn.SyncBatchNorm.convert_sync_batchnorm(model) if cfg.BN.SYNC else model)
-
     def accumulating(self, last: bool):
         return contextlib.nullcontext() if last else self.model.no_sync()
 
@@ -250,7 +247,13 @@ def describe() -> str:
 
 def prepare(model: nn.Module, ema: Optional[nn.Module], precision: Precision) -> Single:
     """Puts a freshly built model, and its average if any, on the device(s) as the config says."""
-    plan = plan_of_config(dist.get_world_size())
+    world_size = dist.get_world_size()
+    plan = plan_of_config(world_size)
+    if cfg.BN.SYNC and world_size > 1:
+        if precision.device.type == "cpu":
+            raise UserError("BN.SYNC: True needs GPUs, torch has no synchronised batch norm for the CPU; use False")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        ema = nn.SyncBatchNorm.convert_sync_batchnorm(ema) if ema is not None else None
     _checkpoint_activations(model)
     _compile(model)
     return plan(model, ema, precision)

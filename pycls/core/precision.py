@@ -191,6 +191,8 @@ class _Master:
         self.copies: List[torch.Tensor] = []
         for group in optimizer.param_groups if optimizer else ():
             group["params"] = [self._copy_of(p) for p in group["params"]]
+        # Kept from step to step; a copy whose weight had no gradient goes without.
+        self.gradients = [torch.zeros_like(copy) for copy in self.copies]
 
     def _copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
         if parameter.dtype not in (torch.float16, torch.bfloat16):
@@ -206,8 +208,11 @@ class _Master:
 
     def take_gradients(self) -> None:
         """Moves the gradients to the copies."""
-        for weight, copy in zip(self.weights, self.copies):
-            copy.grad = None if weight.grad is None else weight.grad.float()
+        used = [i for i, weight in enumerate(self.weights) if weight.grad is not None]
+        for i in used:
+            self.copies[i].grad = self.gradients[i]
+        if used:
+            torch._foreach_copy_([self.gradients[i] for i in used], [self.weights[i].grad for i in used])
 
     @torch.no_grad()
     def give_weights(self) -> None:

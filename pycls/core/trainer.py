@@ -221,7 +221,7 @@ def test_model() -> None:
     setup_env("test")
     precision = Precision()
     plan = setup_model(precision)
-    checkpoint.load_checkpoint(cfg.TEST.WEIGHTS, plan.raw)
+    plan.load_model_state(plan.raw, checkpoint.tested_state(cfg.TEST.WEIGHTS, plan.raw)[1])
     loader = data_loader.construct_test_loader()
     meter, outputs = meters.TestMeter(len(loader), plan.device), evaluation.outputs_of_config()
     stats = test_epoch(loader, plan.raw, precision, meter, 0, outputs)

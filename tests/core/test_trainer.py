@@ -102,12 +102,13 @@ def test_a_run_goes_on_with_another_number_of_processes(train, first, then):
 def test_test_mode_repeats_the_error_of_training(train, run_tool, tiny_run, tmp_path):
     out_dir, _ = train("run", *ONE)
     found = []
-    for processes in (1, 2, 1):
+    for processes, sharded in ((1, False), (2, False), (2, True), (1, False)):
         done = run_tool("run_net.py", "--mode", "test", "--cfg", tiny_run, "OUT_DIR", tmp_path / f"test{len(found)}",
-                        "TEST.WEIGHTS", out_dir / "model.pyth", "NUM_GPUS", processes)  # fmt: skip
+                        "TEST.WEIGHTS", out_dir / "model.pyth", "NUM_GPUS", processes,
+                        "FSDP.ENABLED", sharded)  # fmt: skip
         assert done.returncode == 0, done.stderr
         found.append(re.search(r"top-1 error ([\d.]+)%.*top-5 error ([\d.]+)%.* on (\d+) images", done.stdout).groups())
-    assert found[0] == found[1] == found[2]
+    assert len(set(found)) == 1
     best = min(records(out_dir, "test_epoch")["top1_err"][0], records(out_dir, "test_ema_epoch")["top1_err"][0])
     assert float(found[0][0]) == pytest.approx(best, abs=1e-3)
 
@@ -270,3 +271,10 @@ def test_the_step_never_waits_for_the_device(fresh_cfg, tiny_run, tmp_path, mode
             run.train_meter.add(loss, logits, labels, 0.1)
             if not run.train_meter.due(iteration):
                 trainer.after_step(run, 0, iteration, stop, bar)
+
+
+def test_synchronised_norms_are_refused_where_torch_has_none(train):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    _, done = train("run", *ONE, "BN.SYNC", True, "NUM_GPUS", 2, code=2)
+    assert "BN.SYNC" in done.stderr and "Traceback" not in done.stderr
