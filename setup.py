@@ -23,6 +23,7 @@ EXTRAS["test"] = [
     *EXTRAS["digits"],
     *EXTRAS["tensorboard"],
     *EXTRAS["export"],
+    *EXTRAS["fsdp"],
 ]
 EXTRAS["all"] = sorted({name for names in EXTRAS.values() for name in names})
 

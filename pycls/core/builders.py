@@ -7,6 +7,7 @@ A model is a class that builds itself from the config when called without argume
 a static `complexity(cx)` (see `pycls/core/net.py`); without one its flops are counted by tracing.
 """
 
+import contextlib
 from typing import Callable
 
 import torch
@@ -37,6 +38,17 @@ def get_loss_fun() -> Callable[..., torch.nn.Module]:
 def build_model() -> torch.nn.Module:
     """Builds the model of the config."""
     return get_model()()
+
+
+def build_blueprint() -> torch.nn.Module:
+    """Builds the model of the config, without values yet (on the meta device) if its parts can be given them later.
+
+    That is so for a class that itself defines `reset_parameters`: every module of it initialises its own tensors. Then
+    no process ever needs memory for a whole model that is sharded over many. See `placement.give_values`.
+    """
+    constructor = get_model()
+    with torch.device("meta") if "reset_parameters" in vars(constructor) else contextlib.nullcontext():
+        return constructor()
 
 
 def build_loss_fun() -> torch.nn.Module:

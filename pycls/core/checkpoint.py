@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 _DIR_NAME = "checkpoints"
 _EPOCH_NAME = re.compile(r"model_epoch_(\d{4,})\.pyth$")
 _STEP_NAME = re.compile(r"step_(\d{4,})_(\d{6,})\.pyth$")
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.")
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_fpw_module.", "model.")
 # Errors of a file that is cut short, damaged or no checkpoint at all.
 _UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError)
 
@@ -141,7 +141,7 @@ def find_resumable() -> Optional[str]:
 
 def strip_wrappers(state: Dict[str, torch.Tensor], known: Iterable[str] = ()) -> Dict[str, torch.Tensor]:
     """Removes what DDP, FSDP, torch.compile and trainers put into names, nested too, until `known` names appear."""
-    for word in ("._orig_mod.", "._fsdp_wrapped_module.", "._checkpoint_wrapped_module."):
+    for word in ("._orig_mod.", "._fsdp_wrapped_module.", "._fpw_module.", "._checkpoint_wrapped_module."):
         state = {name.replace(word, "."): value for name, value in state.items()}
     known = set(known)
     while state and not known.intersection(state):

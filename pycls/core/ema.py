@@ -14,6 +14,12 @@ def copy_for_ema(model: nn.Module) -> Optional[nn.Module]:
     return deepcopy(model).requires_grad_(False) if cfg.OPTIM.EMA_UPDATE_PERIOD > 0 else None
 
 
+@torch.no_grad()
+def copy_tensors(target: nn.Module, source: nn.Module) -> None:
+    """Gives `target` the values of all parameters and buffers of `source`, a module spread over processes alike."""
+    torch._foreach_copy_(_tensors(target), _tensors(source))
+
+
 class ModelEma:
     """Lets a second model's parameters and buffers follow those of the first, each process its own part.
 

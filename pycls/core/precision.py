@@ -43,14 +43,9 @@ class Precision:
         self.device = device or dist.get_device()
         self.dtype = _DTYPES[self.mode]
         self.pure = self.mode in ("fp16", "bf16")
-        scaling = self.dtype is torch.float16
-        self.scaler = torch.amp.GradScaler(
-            self.device.type,
-            init_scale=cfg.PRECISION.LOSS_SCALE,
-            growth_interval=cfg.PRECISION.GROWTH_INTERVAL,
-            enabled=scaling,
-        )
+        self.scaler = self._new_scaler(torch.amp.GradScaler)
         self.master = _Master()
+        self.unscale_apart = False
         # Steps that an overflow made the scaler skip: in all, and in a row until now. On the device, as counting is.
         self.skipped = torch.zeros(2, device=self.device)
         self._say_if_useless()
@@ -64,6 +59,22 @@ class Precision:
             logger.warning("PRECISION.MODE %s is emulated on the CPU, and slow; amp_bf16 is the useful one", self.mode)
         if self.dtype is torch.bfloat16 and self.device.type == "cuda" and torch.cuda.get_device_capability()[0] < 8:
             logger.warning("PRECISION.MODE %s is emulated on this GPU, and slow; amp_fp16 is the useful one", self.mode)
+
+    def _new_scaler(self, kind):
+        return kind(
+            self.device.type,
+            init_scale=cfg.PRECISION.LOSS_SCALE,
+            growth_interval=cfg.PRECISION.GROWTH_INTERVAL,
+            enabled=self.dtype is torch.float16,
+        )
+
+    def share_overflows(self) -> None:
+        """Makes all processes skip a step in which any saw an overflow, for gradients that are plain local slices."""
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        self.scaler = self._new_scaler(ShardedGradScaler)
+        # It compares notes only then, while a fused optimizer would unscale and step in one.
+        self.unscale_apart = True
 
     def sharding_policy(self, norms: bool = False):
         """fully_shard's policy: gather weights in the compute dtype, keep the shards (the master weights) in fp32.
@@ -123,8 +134,9 @@ class Precision:
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[List[torch.Tensor]], None]) -> None:
         """Unscales the gradients, clips the true ones, and steps unless any is not finite under a loss scale."""
         self.master.take_gradients()
-        if cfg.OPTIM.GRAD_CLIP > 0:
+        if cfg.OPTIM.GRAD_CLIP > 0 or self.unscale_apart:
             self.scaler.unscale_(optimizer)
+        if cfg.OPTIM.GRAD_CLIP > 0:
             clip([p for group in optimizer.param_groups for p in group["params"]])
         self.scaler.step(optimizer)
         self._count_skipped(optimizer)

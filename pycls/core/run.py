@@ -13,7 +13,7 @@ from pycls.core import distributed as dist
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
 from pycls.core.logging import get_logger
-from pycls.core.parallel import Single
+from pycls.core.placement import Single
 from pycls.core.precision import Precision
 
 logger = get_logger(__name__)

@@ -17,6 +17,7 @@ from pycls.core.config import cfg
 from pycls.core.errors import UserError
 from pycls.core.interrupt import Interrupted, StopRequest
 from pycls.core.io import atomic_write
+from pycls.core.placement import Single
 from pycls.core.precision import Precision
 from pycls.core.run import Run, own_out_dir, seed_generators
 from pycls.core.transfer import device_batches
@@ -50,9 +51,9 @@ def setup_env(mode: str) -> None:
         logger.info("CUDNN.BENCHMARK is on: results may differ in rounding from run to run, whatever RNG_SEED")
 
 
-def setup_model(precision: Precision, with_ema: bool = False) -> parallel.Single:
+def setup_model(precision: Precision, with_ema: bool = False) -> Single:
     """Builds the model of the config (and a copy to hold its average) and puts it where and how it runs."""
-    model = builders.build_model()
+    model = builders.build_blueprint()
     if cfg.VERBOSE:
         logger.info("Model:\n%s", model)
     logger.info(logging.dump_log_data(net.complexity(builders.get_model()), "complexity"))

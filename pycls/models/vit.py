@@ -68,6 +68,11 @@ class PatchEmbed(nn.Sequential):
         patches = patches.flatten(token_dim, token_dim + 1).flatten(2)
         return F.linear(patches, conv.weight.flatten(1), conv.bias)
 
+    def reset_parameters(self):
+        """PyCls's initialisation."""
+        nn.init.trunc_normal_(self.patchify.weight, std=math.sqrt(1.0 / self.patchify.weight[0].numel()))
+        nn.init.zeros_(self.patchify.bias)
+
 
 class ConvEmbed(nn.Sequential):
     """Embeds images (batch, 3, h, w) by a stack of convolutions: tokens in the layout, row by row."""
@@ -81,6 +86,15 @@ class ConvEmbed(nn.Sequential):
         # Residual sums keep the strides that tokens start with: without this copy, every norm below would make one.
         return x.contiguous()
 
+    def reset_parameters(self):
+        """PyCls's initialisation."""
+        for name, conv in self.named_children():
+            if isinstance(conv, nn.Conv2d):
+                last = name == "cstem_last_conv"
+                nn.init.normal_(conv.weight, std=math.sqrt((1.0 if last else 2.0) / conv.out_channels))
+                if conv.bias is not None:
+                    nn.init.zeros_(conv.bias)
+
 
 class MultiheadAttention(nn.Module):
     """Self-attention with one packed projection to queries, keys and values (arXiv 1706.03762).
@@ -92,11 +106,15 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         self.heads, self.layout, self.attention = heads, layout, attention
         self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * width))
         self.out_proj = nn.Linear(width, width)
         self.ln_q = LayerNorm(width // heads).build() if qk_norm else nn.Identity()
         self.ln_k = LayerNorm(width // heads).build() if qk_norm else nn.Identity()
+
+    def reset_parameters(self):
+        """PyCls's initialisation."""
         nn.init.xavier_uniform_(self.in_proj_weight)
+        nn.init.zeros_(self.in_proj_bias)
         nn.init.zeros_(self.out_proj.bias)
 
     def forward(self, x):
@@ -110,12 +128,21 @@ class MultiheadAttention(nn.Module):
 class EncoderBlock(nn.Sequential):
     """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, layout: Layout, drop_path: float):
+    def __init__(self, layout: Layout, drop_path: float, width: int, layer_scale: float):
         super().__init__()
-        self.batch_dim, self.drop_path = layout.batch_dim, drop_path
+        self.batch_dim, self.drop_path, self.layer_scale = layout.batch_dim, drop_path, layer_scale
         # Learned scales of the residual branches (Touvron et al., arXiv 2103.17239), if any.
-        self.register_parameter("layer_scale_1", None)
-        self.register_parameter("layer_scale_2", None)
+        for name in ("layer_scale_1", "layer_scale_2"):
+            self.register_parameter(name, nn.Parameter(torch.empty(width)) if layer_scale else None)
+
+    def reset_parameters(self):
+        """PyCls's initialisation."""
+        for linear in (self.mlp_block.linear_1, self.mlp_block.linear_2):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.normal_(linear.bias, std=1e-6)
+        if self.layer_scale:
+            nn.init.constant_(self.layer_scale_1, self.layer_scale)
+            nn.init.constant_(self.layer_scale_2, self.layer_scale)
 
     def forward(self, x):
         """x: tokens in the layout; returns the same shape."""
@@ -220,7 +247,7 @@ class ViT(nn.Module):
         rates = [p["drop_path"] * i / max(p["n_layers"] - 1, 1) for i in range(p["n_layers"])]
         blocks = {
             f"block_{i}": Chain(
-                partial(EncoderBlock, layout, rate),
+                partial(EncoderBlock, layout, rate, d, p["layer_scale"]),
                 ln_1=LayerNorm(d),
                 self_attention=Chain(block=Attention(d, p["n_heads"], tokens, layout, attention, p["qk_norm"])),
                 ln_2=LayerNorm(d),
@@ -253,35 +280,31 @@ class ViT(nn.Module):
         grid = p["image_size"] // _step(p)[0]
         self.grid, self.registers_count, self.pooled = grid, p["registers"], p["cls_type"] == "pooled"
         if not self.pooled:
-            self.class_token = nn.Parameter(torch.zeros(1, 1, d))
+            self.class_token = nn.Parameter(torch.empty(1, 1, d))
         if p["registers"]:
-            self.registers = nn.Parameter(torch.empty(p["registers"], 1, d).normal_(std=0.02))
+            self.registers = nn.Parameter(torch.empty(p["registers"], 1, d))
+        positions = torch.empty(grid * grid + (not self.pooled), 1, d)
         if p["pos_embed"] == "learned":
-            self.pos_embedding = nn.Parameter(torch.empty(grid * grid + (not self.pooled), 1, d).normal_(std=0.02))
+            self.pos_embedding = nn.Parameter(positions)
         else:
-            self.register_buffer("pos_embedding", sincos_embedding(grid, d, not self.pooled), persistent=False)
-        if p["layer_scale"]:
-            for block in self.repeated_blocks():
-                block.layer_scale_1 = nn.Parameter(torch.full((d,), p["layer_scale"]))
-                block.layer_scale_2 = nn.Parameter(torch.full((d,), p["layer_scale"]))
-        self._init_weights()
+            self.register_buffer("pos_embedding", positions, persistent=False)
+        attentions = [m for m in self.modules() if isinstance(m, MultiheadAttention)]
+        for module in (self.stem, *attentions, *self.repeated_blocks(), self):
+            module.reset_parameters()
 
-    def _init_weights(self) -> None:
-        """PyCls's initialisation (attention has its own)."""
-        for name, m in self.stem.named_children():
-            if isinstance(m, nn.Conv2d):
-                fan_in = m.in_channels * m.kernel_size[0] * m.kernel_size[1]
-                if name == "patchify":
-                    nn.init.trunc_normal_(m.weight, std=math.sqrt(1.0 / fan_in))
-                else:
-                    last = name == "cstem_last_conv"
-                    nn.init.normal_(m.weight, std=math.sqrt((1.0 if last else 2.0) / m.out_channels))
-                if m.bias is not None:
-                    nn.init.zeros_(m.bias)
-        for block in self.repeated_blocks():
-            for linear in (block.mlp_block.linear_1, block.mlp_block.linear_2):
-                nn.init.xavier_uniform_(linear.weight)
-                nn.init.normal_(linear.bias, std=1e-6)
+    def reset_parameters(self):
+        """PyCls's initialisation of what belongs to no block; those of stem, attention and blocks are their own.
+
+        As torch's modules do: the parts are initialised before the whole.
+        """
+        if not self.pooled:
+            nn.init.zeros_(self.class_token)
+        if self.registers_count:
+            nn.init.normal_(self.registers, std=0.02)
+        if isinstance(self.pos_embedding, nn.Parameter):
+            nn.init.normal_(self.pos_embedding, std=0.02)
+        else:
+            self.pos_embedding.copy_(sincos_embedding(self.grid, self.pos_embedding.shape[-1], not self.pooled))
         nn.init.zeros_(self.head.head_fc.weight)
         nn.init.zeros_(self.head.head_fc.bias)
 

@@ -1,0 +1,85 @@
+"""Twenty training steps under any plan, as a function for `distributed.multi_proc_run`: what the matrix compares."""
+
+import contextlib
+from typing import Dict
+
+import torch
+
+from pycls.core import builders, config, net, trainer
+from pycls.core import distributed as dist
+from pycls.core.config import cfg
+from pycls.core.precision import Precision
+from pycls.core.run import Run
+from pycls.core.sharding_fairscale import FairScaleSharded
+
+STEPS = 20
+
+
+class Stream:
+    """A CUDA stream on the CPU: everything happens at once, nothing needs waiting for."""
+
+    def wait_stream(self, other):
+        """Nothing is pending."""
+
+    def synchronize(self):
+        """Nothing is pending."""
+
+
+def stand_in_for_streams() -> None:
+    """Lets FairScale run on the CPU, where its streams have no counterpart."""
+    from fairscale.nn import FullyShardedDataParallel
+
+    if FairScaleSharded.bucket_cap_mb == 0:
+        return
+    stream, set_up = Stream(), FullyShardedDataParallel._setup_streams
+
+    def set_up_with_stand_in(self):
+        set_up(self)
+        if self._is_root:
+            # Shared with the modules below.
+            self._streams.update(dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), stream))
+
+    FullyShardedDataParallel._setup_streams = set_up_with_stand_in
+    torch.cuda.Stream = lambda *args, **kwargs: stream
+    torch.cuda.current_stream = lambda *args: stream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.Tensor.record_stream = lambda tensor, stream: None
+    FairScaleSharded.check = staticmethod(lambda: None)
+    # Its buckets keep gradients back on a stream of their own.
+    FairScaleSharded.bucket_cap_mb = 0
+
+
+def new_run() -> Run:
+    """A run of the config, as `trainer` prepares it."""
+    stand_in_for_streams()
+    trainer.seed_generators(cfg.RNG_SEED)
+    precision = Precision()
+    return Run(trainer.setup_model(precision, with_ema=True), precision, STEPS, 1)
+
+
+def train_steps(run: Run, steps: int = STEPS, start: int = 0):
+    """Trains on this process's part of two batches in turn; returns the loss of each step over all processes."""
+    world, rank, losses = dist.get_world_size(), dist.get_rank(), []
+    run.model.train()
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(step % 2)
+        images = torch.randn(cfg.TRAIN.BATCH_SIZE, 3, cfg.TRAIN.IM_SIZE, cfg.TRAIN.IM_SIZE, generator=generator)
+        labels = torch.randint(cfg.MODEL.NUM_CLASSES, (cfg.TRAIN.BATCH_SIZE,), generator=generator)
+        images, labels = (t.chunk(world)[rank] for t in (images, net.smooth_one_hot_labels(labels)))
+        loss, _ = trainer.training_step(run, builders.build_loss_fun(), images, labels)
+        run.ema.update(1, step)
+        losses.append(dist.all_reduce_sum(loss.detach().clone()) / world)
+    return torch.stack(losses)
+
+
+def record(path, texts: Dict[str, str]) -> None:
+    """Trains by each config in turn; writes (losses, weights, average) of rank 0, by the config's name, to `path`."""
+    results = {}
+    for name, text in texts.items():
+        config.reset_cfg()
+        cfg.merge_from_text(text, name)
+        run = new_run()
+        losses = train_steps(run)
+        results[name] = (losses, *(run.plan.model_state(model) for model in (run.raw, run.plan.ema)))
+    if dist.is_master_proc():
+        torch.save(results, path)
