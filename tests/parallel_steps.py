@@ -1,7 +1,8 @@
 """Twenty training steps under any plan, as a function for `distributed.multi_proc_run`: what the matrix compares."""
 
 import contextlib
-from typing import Dict
+import copy
+from typing import Dict, Tuple
 
 import torch
 
@@ -49,8 +50,10 @@ def stand_in_for_streams() -> None:
     FairScaleSharded.bucket_cap_mb = 0
 
 
-def new_run() -> Run:
-    """A run of the config, as `trainer` prepares it."""
+def new_run(text: str) -> Run:
+    """A run by a config, as `trainer` prepares it."""
+    config.reset_cfg()
+    cfg.merge_from_text(text, "test")
     stand_in_for_streams()
     trainer.seed_generators(cfg.RNG_SEED)
     precision = Precision()
@@ -72,14 +75,36 @@ def train_steps(run: Run, steps: int = STEPS, start: int = 0):
     return torch.stack(losses)
 
 
-def record(path, texts: Dict[str, str]) -> None:
-    """Trains by each config in turn; writes (losses, weights, average) of rank 0, by the config's name, to `path`."""
+def record(path, texts: Dict[str, str], saves: Dict[str, str] = None, loads: Dict[str, Tuple[str, str]] = None) -> None:
+    """One group of processes does it all, as starting one takes longest. Writes results by name to `path`.
+
+    Args:
+        texts: configs to train by; the results are (losses, weights, average) of rank 0.
+        saves: configs to train a little by and save a checkpoint; the results are the whole states.
+        loads: (config, checkpoint) to resume; the results are the whole states.
+    """
     results = {}
     for name, text in texts.items():
-        config.reset_cfg()
-        cfg.merge_from_text(text, name)
-        run = new_run()
+        run = new_run(text)
         losses = train_steps(run)
         results[name] = (losses, *(run.plan.model_state(model) for model in (run.raw, run.plan.ema)))
+    for name, text in (saves or {}).items():
+        run = new_run(text)
+        train_steps(run, 4)
+        with run.writer:
+            run.save_epoch(0, 50.0, 40.0)
+        results[name] = whole_state(run)
+    for name, (text, source) in (loads or {}).items():
+        run = new_run(text)
+        run.resume(source)
+        results[name] = whole_state(run)
+    config.reset_cfg()
     if dist.is_master_proc():
         torch.save(results, path)
+
+
+def whole_state(run: Run):
+    """All that a checkpoint must keep, as one process would hold it."""
+    states = [run.plan.model_state(model) for model in (run.raw, run.plan.ema)]
+    # A copy, since what a single process holds is trained on.
+    return copy.deepcopy([*states, run.plan.optimizer_state(run.optimizer).get("state"), run.precision.state_dict()])

@@ -14,6 +14,7 @@ _EPILOG = """examples:
   convert.py runs/a/model.pyth a_timm.safetensors --to timm        for timm (RGB input)
   convert.py vit.pth ours.pyth --from timm --family vit            from timm, DeiT, MAE or DINO
   convert.py runs/a/model.pyth a.onnx --pixels                     ONNX that takes RGB images on 0..255
+  convert.py runs/a/checkpoints/model_epoch_0009.shards a.pyth     one file of a sharded checkpoint, with all it holds
 """
 
 
@@ -50,12 +51,16 @@ def export(args) -> str:
 
 
 def convert(args) -> str:
-    """Writes the weights under other names."""
+    """Writes the weights under other names, or all of a sharded checkpoint as one file."""
+    from pycls.core.checkpoint import write_checkpoint
+    from pycls.core.checkpoint_shards import is_shards
     from pycls.models import convert as c
 
     if args.source_library == args.target_library != "pycls":
         raise UserError(f"--from and --to are both {args.source_library}: nothing to convert")
     content = c.read_weights(args.source)
+    if is_shards(args.source) and args.target_library == "pycls" and args.target.endswith(".pyth"):
+        return write_checkpoint(content, os.path.abspath(args.target))
     state, turn = weights_of(content), not args.keep_channels
     for library, function in ((args.source_library, c.from_library), (args.target_library, c.to_library)):
         if library != "pycls":
@@ -72,7 +77,7 @@ def main() -> None:
     parser = Parser(
         description="Convert weights between libraries and formats.", epilog=_EPILOG, formatter_class=formatter
     )
-    parser.add_argument("source", help="checkpoint, bare state dict or .safetensors")
+    parser.add_argument("source", help="checkpoint (file or folder of shards), bare state dict or .safetensors")
     parser.add_argument("target", help="file to write: .safetensors, .onnx, anything else for torch.load")
     names = ("pycls", *LIBRARIES)
     parser.add_argument("--from", dest="source_library", default="pycls", choices=names, help="whose names it has")

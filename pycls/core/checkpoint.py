@@ -2,12 +2,14 @@
 
 Files are PyCls's: OUT_DIR/checkpoints/model_epoch_0001.pyth after each epoch (1-based) and OUT_DIR/model.pyth, the
 best so far. Inside an epoch the file is checkpoints/step_0003_000120.pyth: 120 iterations into epoch 3.
-They hold only tensors, numbers, text, lists and dicts, so they load with `weights_only=True`.
+They hold only tensors, numbers, text, lists and dicts, so they load with `weights_only=True`. With FSDP.STATE sharded
+each is a folder of the same name that ends in .shards, see `checkpoint_shards`.
 """
 
 import os
 import pickle
 import re
+import shutil
 import zipfile
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
@@ -15,7 +17,9 @@ import torch
 import yaml
 from torch import nn
 
+from pycls.core import checkpoint_shards
 from pycls.core.config import cfg, flatten
+from pycls.core.distributed import is_master_proc
 from pycls.core.errors import UserError
 from pycls.core.io import atomic_write, cache_url, pathmgr
 from pycls.core.logging import get_logger
@@ -24,11 +28,13 @@ from pycls.core.net import unwrap_model
 logger = get_logger(__name__)
 
 _DIR_NAME = "checkpoints"
-_EPOCH_NAME = re.compile(r"model_epoch_(\d{4,})\.pyth$")
-_STEP_NAME = re.compile(r"step_(\d{4,})_(\d{6,})\.pyth$")
+_EPOCH_NAME = re.compile(r"model_epoch_(\d{4,})\.(?:pyth|shards)$")
+_STEP_NAME = re.compile(r"step_(\d{4,})_(\d{6,})\.(?:pyth|shards)$")
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_fpw_module.", "model.")
 # Errors of a file that is cut short, damaged or no checkpoint at all.
 _UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError)
+
+Tensors = Dict[str, torch.Tensor]
 
 # --------------------------------------------------------------------------- names
 
@@ -40,17 +46,26 @@ def get_checkpoint_dir() -> str:
 
 def get_checkpoint(epoch: int) -> str:
     """The file written after `epoch` epochs (1-based)."""
-    return os.path.join(get_checkpoint_dir(), f"model_epoch_{epoch:04d}.pyth")
+    return os.path.join(get_checkpoint_dir(), f"model_epoch_{epoch:04d}{_suffix()}")
 
 
 def get_checkpoint_best() -> str:
     """OUT_DIR/model.pyth."""
-    return os.path.join(cfg.OUT_DIR, "model.pyth")
+    return os.path.join(cfg.OUT_DIR, f"model{_suffix()}")
 
 
 def get_step_checkpoint(epoch: int, iteration: int) -> str:
     """The file written `iteration` iterations into `epoch` (1-based)."""
-    return os.path.join(get_checkpoint_dir(), f"step_{epoch:04d}_{iteration:06d}.pyth")
+    return os.path.join(get_checkpoint_dir(), f"step_{epoch:04d}_{iteration:06d}{_suffix()}")
+
+
+def is_sharded() -> bool:
+    """Whether this run's checkpoints are folders of shards."""
+    return cfg.FSDP.STATE == "sharded"
+
+
+def _suffix() -> str:
+    return checkpoint_shards.SUFFIX if is_sharded() else ".pyth"
 
 
 def list_checkpoints() -> List[str]:
@@ -80,21 +95,30 @@ def delete_checkpoints(keep: int = 0) -> int:
     """Deletes all epoch checkpoints but the last `keep`; returns how many went (PyCls's clean-up)."""
     old = [p for p in list_checkpoints() if _EPOCH_NAME.match(os.path.basename(p))][keep:]
     for path in old:
-        pathmgr.rm(path)
+        _remove(path)
     return len(old)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    else:
+        pathmgr.rm(path)
 
 
 # ------------------------------------------------------------------------- reading
 
 
 def read_checkpoint(path: str) -> Dict[str, Any]:
-    """Reads a file on the CPU; never runs code from it.
+    """Reads a file or a folder of shards, whole, on the CPU; never runs code from it.
 
     Raises:
         UserError: not there, damaged, sharded by another program, or holding more than plain data.
     """
     if not pathmgr.exists(path):
         raise UserError(f"{path}: there is no such checkpoint")
+    if checkpoint_shards.is_shards(path):
+        return checkpoint_shards.read(path)
     if pathmgr.isdir(path):
         raise UserError(f"{path}: is a folder, not a checkpoint file")
     try:
@@ -117,6 +141,8 @@ def read_checkpoint(path: str) -> Dict[str, Any]:
 
 def is_whole(path: str) -> bool:
     """Whether every byte of a checkpoint is there and sound (its checksums are verified)."""
+    if os.path.isdir(path):
+        return checkpoint_shards.is_whole(path)
     try:
         with pathmgr.open(path, "rb") as f:
             if zipfile.is_zipfile(f):
@@ -187,9 +213,8 @@ def _adapted(model: nn.Module, state: Dict[str, torch.Tensor]) -> Dict[str, torc
     return adapt(state) if adapt else state
 
 
-def _mismatch(model: nn.Module, state: Dict[str, torch.Tensor]) -> List[str]:
-    """What keeps `state` from fitting `model`, one text per tensor."""
-    own = model.state_dict()
+def _mismatch(own: Tensors, state: Dict[str, torch.Tensor]) -> List[str]:
+    """What keeps `state` from fitting a model that has `own` tensors, one text per tensor."""
     rows = [
         f"{name} is {tuple(state[name].shape)} in the file and {tuple(value.shape)} in the model"
         for name, value in own.items()
@@ -229,23 +254,27 @@ def load_checkpoint(path, model, model_ema=None, optimizer=None) -> Tuple[int, f
     return (checkpoint.get("epoch", 0), *_errors(checkpoint))
 
 
-def tested_state(path: str, model: nn.Module) -> Tuple[Dict[str, Any], Dict[str, torch.Tensor]]:
-    """The content of a file, and of its weights those with the lower test error, made sure to fit `model`."""
-    checkpoint = read_checkpoint(path)
-    return checkpoint, _fitting(better_state(checkpoint, path, model.state_dict()), model, path, checkpoint)
+def tested_state(path: str, model: nn.Module, own: Optional[Tensors] = None) -> Tuple[Dict[str, Any], Tensors]:
+    """The content of a file, and of its weights those with the lower test error, made sure to fit `model`.
+
+    Here and below: `own` has the model's names and shapes, where its `state_dict()` is not to be asked for them.
+    """
+    checkpoint, own = read_checkpoint(path), own or model.state_dict()
+    return checkpoint, _fitting(better_state(checkpoint, path, own), model, own, path, checkpoint)
 
 
-def fitting_state(checkpoint: Dict, name: str, model: nn.Module, path: str) -> Dict[str, torch.Tensor]:
+def fitting_state(checkpoint: Dict, name: str, model: nn.Module, path: str, own: Optional[Tensors] = None) -> Tensors:
     """The `model_state` or `ema_state` of a checkpoint, made sure to fit `model` (old files have only the former)."""
+    own = own or model.state_dict()
     if "model_state" not in checkpoint:
         raise UserError(f"{path}: holds bare weights, nothing to resume from; give it as TRAIN.WEIGHTS instead")
     state = checkpoint.get(name, checkpoint["model_state"])
-    return _fitting(strip_wrappers(state, model.state_dict()), model, path, checkpoint)
+    return _fitting(strip_wrappers(state, own), model, own, path, checkpoint)
 
 
-def _fitting(state: Dict, model: nn.Module, path: str, checkpoint: Dict) -> Dict[str, torch.Tensor]:
+def _fitting(state: Dict, model: nn.Module, own: Tensors, path: str, checkpoint: Dict) -> Dict[str, torch.Tensor]:
     state = _adapted(model, state)
-    rows = _mismatch(model, state)
+    rows = _mismatch(own, state)
     if rows:
         keys = _differing_model_keys(checkpoint)
         hint = f" Differing keys: {_few(keys, 6)}." if keys else ""
@@ -283,7 +312,7 @@ def load_weights(path: str, model: nn.Module) -> None:
     model.load_state_dict(starting_state(path, model), strict=False)
 
 
-def starting_state(path: str, model: nn.Module) -> Dict[str, torch.Tensor]:
+def starting_state(path: str, model: nn.Module, own: Optional[Tensors] = None) -> Dict[str, torch.Tensor]:
     """The tensors of a file, a path or URL, that `model` can start from.
 
     A classifier for another number of classes is left out, a position embedding for another image size is resized;
@@ -293,8 +322,8 @@ def starting_state(path: str, model: nn.Module) -> Dict[str, torch.Tensor]:
         UserError: nothing in the file matches.
     """
     path = cache_url(path, cfg.DOWNLOAD_CACHE)
-    state = _adapted(model, better_state(read_checkpoint(path), path, model.state_dict()))
-    own = model.state_dict()
+    own = own or model.state_dict()
+    state = _adapted(model, better_state(read_checkpoint(path), path, own))
     matched = {name: v for name, v in state.items() if name in own and v.shape == own[name].shape}
     if not matched:
         names = f"the file has {_few(list(state))}; the model has {_few(list(own))}"
@@ -327,23 +356,38 @@ def write_checkpoint(state: Dict[str, Any], path: str) -> str:
     return path
 
 
-def update_best(state: Dict[str, Any]) -> None:
+def update_best(state: Dict[str, Any], group=None) -> None:
     """Brings OUT_DIR/model.pyth up to date: model and EMA each as of their own lowest test error (PyCls)."""
     path = get_checkpoint_best()
+    averaged = state["ema_state"] is not state["model_state"]
+    errors = {"model_state": "test_err", **({"ema_state": "ema_err"} if averaged else {})}
+    best = _read_best(path)
+    older = [name for name, error in errors.items() if best and state[error] >= best[error]]
+    if len(older) == len(errors):
+        return
+    if older and is_sharded():
+        best = checkpoint_shards.read_parts(path, {name: _like(state[name]) for name in errors}, group)
+    for name in older:
+        state = {**state, name: best[name], errors[name]: best[errors[name]]}
+    if is_sharded():
+        checkpoint_shards.write(state, path, group, linked=True)
+    else:
+        write_checkpoint(state, path)
+
+
+def _read_best(path: str) -> Dict[str, Any]:
+    """The best checkpoint so far (of shards, without the tensors), empty when there is none that can be read."""
+    if not pathmgr.exists(path):
+        return {}
     try:
-        best = read_checkpoint(path) if pathmgr.exists(path) else {}
+        return checkpoint_shards.read_plain(path) if is_sharded() else read_checkpoint(path)
     except UserError as error:
         logger.warning("%s; it is written anew", error)
-        best = {}
-    if not best:
-        write_checkpoint(state, path)
-        return
-    better = [n for n, key in (("model_state", "test_err"), ("ema_state", "ema_err")) if state[key] < best[key]]
-    if better:
-        for name, key in (("model_state", "test_err"), ("ema_state", "ema_err")):
-            if name not in better:
-                state = {**state, name: best[name], key: best[key]}
-        write_checkpoint(state, path)
+        return {}
+
+
+def _like(state: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+    return {name: torch.empty_like(value) for name, value in state.items()}
 
 
 def save_checkpoint(model, model_ema, optimizer, epoch, test_err=100.0, ema_err=100.0) -> str:
@@ -360,38 +404,48 @@ def save_checkpoint(model, model_ema, optimizer, epoch, test_err=100.0, ema_err=
     })  # fmt: skip
 
 
-def save(state: Dict[str, Any]) -> str:
+def save(state: Dict[str, Any], group=None) -> str:
     """Writes the content of an epoch's checkpoint and keeps the best one up to date.
 
     The best file goes first: were the run killed in between, the repeated epoch would find it already right.
+    All processes call it if the checkpoints are sharded (see `checkpoint_shards.write`), else rank 0.
     """
-    update_best(state)
-    path = write_checkpoint(state, get_checkpoint(state["epoch"] + 1))
-    _remove_steps()
-    if cfg.TRAIN.CHECKPOINT_KEEP:
-        delete_checkpoints(cfg.TRAIN.CHECKPOINT_KEEP)
+    update_best(state, group)
+    path = _write(state, get_checkpoint(state["epoch"] + 1), group)
+    if is_master_proc():
+        _remove_steps()
+        if cfg.TRAIN.CHECKPOINT_KEEP:
+            delete_checkpoints(cfg.TRAIN.CHECKPOINT_KEEP)
     return path
 
 
-def save_step(state: Dict[str, Any], epoch: int, iteration: int) -> str:
-    """Writes a checkpoint inside an epoch (from 0); earlier ones of that kind are then removed."""
-    path = write_checkpoint(state, get_step_checkpoint(epoch + 1, iteration))
-    _remove_steps(but=path)
+def save_step(state: Dict[str, Any], epoch: int, iteration: int, group=None) -> str:
+    """Writes a checkpoint inside an epoch (from 0); earlier ones of that kind are then removed. Called as `save` is."""
+    path = _write(state, get_step_checkpoint(epoch + 1, iteration), group)
+    if is_master_proc():
+        _remove_steps(but=path)
     return path
+
+
+def _write(state: Dict[str, Any], path: str, group) -> str:
+    return checkpoint_shards.write(state, path, group) if is_sharded() else write_checkpoint(state, path)
 
 
 def _remove_steps(but: str = "") -> None:
     for path in list_checkpoints():
         if _STEP_NAME.match(os.path.basename(path)) and path != but:
-            pathmgr.rm(path)
+            _remove(path)
 
 
 def remove_leftovers() -> None:
-    """Removes the temporary files (see `io.atomic_write`) of a run that was killed while writing."""
+    """Removes the temporary files and folders of a run that was killed while writing (see `io.atomic_write`)."""
+    best = os.path.realpath(get_checkpoint_best())
     for folder in (cfg.OUT_DIR, get_checkpoint_dir()):
         for name in pathmgr.ls(folder) if pathmgr.isdir(folder) else ():
-            if re.match(r"\..+\.(pyth|json|yaml|png)\..+\.tmp$", name):
-                pathmgr.rm(os.path.join(folder, name))
+            path = os.path.join(folder, name)
+            unlinked = re.match(r"\.model_\d+\.shards$", name) and os.path.realpath(path) != best
+            if unlinked or re.match(r"\..+\.(pyth|json|yaml|png|shards)(\..+)?\.tmp$", name):
+                _remove(path)
 
 
 # ------------------------------------------------------- comparing with the config

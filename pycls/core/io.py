@@ -37,7 +37,7 @@ def atomic_write(path: str) -> Iterator[BinaryIO]:
             os.fsync(f.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
-        _sync_folder(folder)
+        sync_folder(folder)
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
@@ -50,7 +50,7 @@ def _umask() -> int:
     return mask
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
     """Makes a rename durable: the new name is in the folder's own data."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)

@@ -169,6 +169,7 @@ OPTIONS = (
     Option(
         "TRAIN.CHECKPOINT_ITERS", 0, "also save inside an epoch, every so many iterations (0: only at its end)", low=0
     ),
+    Option("TRAIN.CHECKPOINT_ASYNC", False, "write checkpoints beside the training, which waits only for the last one"),
     Option("TRAIN.CHECKPOINT_KEEP", 0, "keep this many epoch checkpoints (0: all); the best is always kept", low=0),
     Option("TRAIN.WEIGHTS", "", "weights to start from: a path or URL of a checkpoint or bare state dict"),
     Option("TRAIN.MIXED_PRECISION", False, "automatic mixed precision, see PRECISION.MODE"),

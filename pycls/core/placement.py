@@ -26,6 +26,8 @@ class Single:
     """
 
     name = "single process"
+    # Whether processes hold different parts, as DTensors.
+    shards = False
 
     def __init__(self, model: nn.Module, average: Optional[nn.Module], precision: Precision):
         """Args: model, average: as built, with values or (blueprints) without; both start from the model's."""
@@ -53,6 +55,10 @@ class Single:
         """Scales the gradients down to a global norm of at most GRAD_CLIP; returns the norm, on the device."""
         return nn.utils.clip_grad_norm_(parameters, cfg.OPTIM.GRAD_CLIP)
 
+    def outline(self, model: nn.Module) -> State:
+        """Tensors with the names and shapes of `model_state`; their values mean nothing."""
+        return model.state_dict()
+
     def model_state(self, model: nn.Module, whole: bool = True) -> State:
         """The state of `model` under its own names. All processes call it.
 
@@ -61,8 +67,8 @@ class Single:
         """
         return self.precision.exact_weights(model, model.state_dict())
 
-    def load_model_state(self, model: nn.Module, state: State, strict: bool = True) -> None:
-        """Takes up whole tensors, saved by any number of processes; not `strict`: or a part of them."""
+    def load_model_state(self, model: nn.Module, state: State, strict: bool = True, whole: bool = True) -> None:
+        """Takes up what `model_state` gave, whole tensors of any number of processes; not `strict`: or some of them."""
         model.load_state_dict(state, strict=strict)
         self.precision.load_exact_weights(model, state)
 
@@ -70,8 +76,8 @@ class Single:
         """The state of `optimizer`, numbered as by a single process; `whole` as in `model_state`."""
         return optimizer.state_dict()
 
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: State) -> None:
-        """Takes up whole tensors, saved by any number of processes."""
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: State, whole: bool = True) -> None:
+        """Takes up what `optimizer_state` gave, whole tensors of any number of processes."""
         optimizer.load_state_dict(state)
 
 

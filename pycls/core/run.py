@@ -3,13 +3,14 @@
 import os
 import random
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator
+from typing import Any, Dict, Iterator, Tuple
 
 import numpy as np
 import torch
 
-from pycls.core import checkpoint, ema, meters, optimizer
+from pycls.core import checkpoint, checkpoint_shards, ema, meters, optimizer
 from pycls.core import distributed as dist
+from pycls.core.checkpoint_writer import Writer
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
 from pycls.core.logging import get_logger
@@ -32,6 +33,7 @@ class Run:
         self.test_meter = meters.TestMeter(test_iters, plan.device, "test")
         self.ema_meter = meters.TestMeter(test_iters, plan.device, "test_ema")
         self.class_names = class_names
+        self.writer = Writer()
         self.epoch = self.iteration = 0
 
     # ------------------------------------------------------------------- starting
@@ -44,17 +46,18 @@ class Run:
         if path:
             self.resume(path)
         elif cfg.TRAIN.WEIGHTS:
-            state = checkpoint.starting_state(cfg.TRAIN.WEIGHTS, self.raw)
+            state = checkpoint.starting_state(cfg.TRAIN.WEIGHTS, self.raw, self.plan.outline(self.raw))
             for model in self._models().values():
                 self.plan.load_model_state(model, state, strict=False)
 
     def resume(self, path: str) -> None:
         """Restores everything from a checkpoint of this run."""
-        state = checkpoint.read_checkpoint(path)
+        state, whole = self._read(path)
         for name, model in self._models().items():
-            self.plan.load_model_state(model, checkpoint.fitting_state(state, name, model, path))
+            fitting = checkpoint.fitting_state(state, name, model, path, self.plan.outline(model))
+            self.plan.load_model_state(model, fitting, whole=whole)
         optimizer_state = checkpoint.fitting_optimizer_state(state, self.optimizer, path)
-        self.plan.load_optimizer_state(self.optimizer, optimizer_state)
+        self.plan.load_optimizer_state(self.optimizer, optimizer_state, whole=whole)
         if self.precision.scaler.is_enabled() and not state.get("scaler_state"):
             logger.warning("%s holds no loss scale, it starts at PRECISION.LOSS_SCALE", path)
         self.precision.load_state_dict(state.get("scaler_state", {}))
@@ -67,49 +70,48 @@ class Run:
         if rows := checkpoint.differing_keys(state):
             logger.warning("The config differs from the checkpoint's in %s", "; ".join(rows))
 
+    def _read(self, path: str) -> Tuple[Dict[str, Any], bool]:
+        """(A checkpoint's content, whether its tensors are whole): of shards, a plan that shards reads its part."""
+        if not (self.plan.shards and checkpoint_shards.is_shards(path)):
+            return checkpoint.read_checkpoint(path), True
+        # First by shapes alone, so that what does not fit is refused with the names and not by the reader.
+        outline = checkpoint_shards.outline(path)
+        for name, model in self._models().items():
+            checkpoint.fitting_state(outline, name, model, path)
+        checkpoint.fitting_optimizer_state(outline, self.optimizer, path)
+        return checkpoint_shards.read_parts(path, self._tensors(whole=False)), False
+
     # --------------------------------------------------------------------- saving
 
     def save_epoch(self, epoch: int, test_err: float, ema_err: float) -> None:
         """Writes the checkpoint of a finished epoch."""
-        state = self._gather(epoch, 0, test_err, ema_err)
-        self._on_master(lambda: checkpoint.save(state))
+        self.writer.submit(checkpoint.save, self._gather(epoch, 0, test_err, ema_err))
 
     def save_step(self, epoch: int, iteration: int) -> None:
         """Writes a checkpoint inside an epoch, after `iteration` of its iterations."""
-        state = self._gather(epoch - 1, iteration)
-        self._on_master(lambda: checkpoint.save_step(state, epoch, iteration))
+        self.writer.submit(checkpoint.save_step, self._gather(epoch - 1, iteration), epoch, iteration)
 
     def _gather(self, epoch: int, iteration: int, test_err: float = 100.0, ema_err: float = 100.0) -> Dict[str, Any]:
-        """The content of a checkpoint. All processes take part; rank 0 gets the values."""
-        states = {name: self.plan.model_state(model) for name, model in self._models().items()}
-        rng_states = dist.gather_objects(_rng_state())
+        """The content of a checkpoint. All processes take part; rank 0 gets the values, or each its part."""
         return {
             "epoch": epoch,
             "test_err": float(test_err),
             "ema_err": float(ema_err),
-            # Without an EMA both names point to the same tensors, which are stored once.
-            "ema_state": states["model_state"],
-            **states,
-            "optimizer_state": self.plan.optimizer_state(self.optimizer),
+            **self._tensors(whole=not checkpoint.is_sharded()),
             "cfg": cfg.dump(),
             "iteration": iteration,
             "scaler_state": self.precision.state_dict(),
-            "rng_states": rng_states,
+            "rng_states": dist.gather_objects(_rng_state()),
             "meters": {name: meter.state_dict() for name, meter in self._meters().items()},
             "class_names": self.class_names,
         }
 
-    def _on_master(self, write) -> None:
-        """Writes on rank 0; nobody goes on before the file is there, and all stop if it can't be written."""
-        error = None
-        if dist.is_master_proc():
-            try:
-                logger.info("Wrote checkpoint to %s", write())
-            except UserError as e:
-                error = str(e)
-        error = dist.broadcast_object(error)
-        if error:
-            raise UserError(error)
+    def _tensors(self, whole: bool) -> Dict[str, Any]:
+        """The states of models and optimizer, for a checkpoint."""
+        states = {name: self.plan.model_state(model, whole) for name, model in self._models().items()}
+        # Without an EMA both names point to the same tensors, which are stored once.
+        states.setdefault("ema_state", states["model_state"])
+        return {**states, "optimizer_state": self.plan.optimizer_state(self.optimizer, whole)}
 
     def _models(self) -> Dict[str, torch.nn.Module]:
         """What holds weights, by its name in a checkpoint."""

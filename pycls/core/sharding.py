@@ -16,6 +16,7 @@ class Sharded(Single):
     when it computes (ZeRO, arXiv 1910.02054)."""
 
     name = "fully sharded (torch)"
+    shards = True
 
     def cast(self, model: nn.Module) -> nn.Module:
         # The shards are the fp32 master weights; what is gathered from them is cast.
@@ -58,20 +59,21 @@ class Sharded(Single):
 
         return get_model_state_dict(model, options=_options(whole))
 
-    def load_model_state(self, model: nn.Module, state: State, strict: bool = True) -> None:
+    def load_model_state(self, model: nn.Module, state: State, strict: bool = True, whole: bool = True) -> None:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-        set_model_state_dict(model, state, options=_options(True, strict=strict))
+        set_model_state_dict(model, state, options=_options(whole, strict=strict))
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, whole: bool = True) -> State:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         return _by_number(get_optimizer_state_dict(self.raw, optimizer, options=_options(whole)))
 
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: State) -> None:
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: State, whole: bool = True) -> None:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-        set_optimizer_state_dict(self.raw, optimizer, _by_name(state, self.raw, optimizer), options=_options(True))
+        named = _by_name(state, self.raw, optimizer)
+        set_optimizer_state_dict(self.raw, optimizer, named, options=_options(whole))
 
 
 def _options(whole: bool, **options):

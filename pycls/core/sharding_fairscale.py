@@ -85,12 +85,17 @@ class FairScaleSharded(Single):
         nn.utils.clip_grads_with_norm_(parameters, cfg.OPTIM.GRAD_CLIP, norm)
         return norm
 
+    def outline(self, model: nn.Module) -> State:
+        # FairScale's own state_dict() would gather all weights on the GPU.
+        whole = {name: torch.empty(p._orig_size, device="meta") for name, p in model.named_parameters()}
+        return {**whole, **_persistent_buffers(model)}
+
     def model_state(self, model: nn.Module, whole: bool = True) -> State:
         state = {name: _gathered(p, p) for name, p in model.named_parameters()}
         state.update(_persistent_buffers(model))
         return state
 
-    def load_model_state(self, model: nn.Module, state: State, strict: bool = True) -> None:
+    def load_model_state(self, model: nn.Module, state: State, strict: bool = True, whole: bool = True) -> None:
         own = {**dict(model.named_parameters()), **_persistent_buffers(model)}
         if strict and set(own) != set(state):
             raise KeyError(f"weights differ: {sorted(set(own) ^ set(state))}")
@@ -103,7 +108,7 @@ class FairScaleSharded(Single):
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         return {**state, "state": {n: _each(row, weights[n], _gathered) for n, row in state["state"].items()}}
 
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: State) -> None:
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: State, whole: bool = True) -> None:
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         rows = {n: _each(row, weights[n], _slice_of) for n, row in state["state"].items()}
         optimizer.load_state_dict({**state, "state": rows})

@@ -96,7 +96,7 @@ def train_model() -> None:
         batch, lr = cfg.TRAIN.BATCH_SIZE, optim.get_epoch_lr(run.epoch)
         logger.info("Start epoch: %d; global batch %d, %d per process, learning rate %.4g",
                     run.epoch + 1, batch, batch // cfg.NUM_GPUS, lr)  # fmt: skip
-        with closing(logging.scalar_writer()) as scalars:
+        with closing(logging.scalar_writer()) as scalars, run.writer:
             for epoch in range(run.epoch, cfg.OPTIM.MAX_EPOCH):
                 stats = {"train": train_epoch(run, train_loader, loss_fun, epoch, stop)}
                 stats.update(test_models(run, train_loader, test_loader, epoch))
@@ -222,7 +222,8 @@ def test_model() -> None:
     setup_env("test")
     precision = Precision()
     plan = setup_model(precision)
-    plan.load_model_state(plan.raw, checkpoint.tested_state(cfg.TEST.WEIGHTS, plan.raw)[1])
+    weights = checkpoint.tested_state(cfg.TEST.WEIGHTS, plan.raw, plan.outline(plan.raw))[1]
+    plan.load_model_state(plan.raw, weights)
     loader = data_loader.construct_test_loader()
     meter, outputs = meters.TestMeter(len(loader), plan.device), evaluation.outputs_of_config()
     stats = test_epoch(loader, plan.raw, precision, meter, 0, outputs)

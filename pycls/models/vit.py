@@ -340,7 +340,7 @@ class ViT(nn.Module):
     def adapt_state_dict(self, state: Dict) -> Dict:
         """Resizes the position embedding of a state for another image size; everything else stays."""
         name = "pos_embedding"
-        if name not in state or name not in self.state_dict():
+        if name not in state or not isinstance(self.pos_embedding, nn.Parameter):
             return state
         special = 0 if self.pooled else 1
         return {**state, name: resize_pos_embedding(state[name], self.grid, special)}

@@ -50,22 +50,68 @@ def config_text(model, processes, *words):
     return text
 
 
+# How a checkpoint is written, and by which kind of run: (FSDP.STATE, plan, mode, at once or beside the training).
+CHECKPOINTS = {
+    "one file": ("full", "fsdp", "fp32", False),
+    "one file of fp16 beside": ("full", "fsdp", "fp16", True),
+    "shards": ("sharded", "fsdp", "fp32", False),
+    "shards of fp16 beside": ("sharded", "fsdp", "fp16", True),
+    "shards by fairscale": ("sharded", "fairscale", "fp32", False),
+}
+MOVES = [(1, 2), (2, 1), (2, 4), (4, 2)]
+
+
+def saving(kind, processes, folder):
+    """The config of a run that saves a checkpoint of a kind."""
+    state, plan, mode, beside = CHECKPOINTS[kind]
+    words = ("OPTIM.OPTIMIZER", "adamw", "FSDP.STATE", state, "PRECISION.MODE", mode, "TRAIN.CHECKPOINT_ASYNC", beside)
+    out_dir = folder / f"{kind} {processes}".replace(" ", "_")
+    return config_text("vit", processes, *PLANS[plan], *words, "OUT_DIR", out_dir)
+
+
+def saved_file(kind, processes, folder):
+    """The checkpoint that such a run writes."""
+    name = "model_epoch_0001" + (".pyth" if CHECKPOINTS[kind][0] == "full" else ".shards")
+    return str(folder / f"{kind} {processes}".replace(" ", "_") / "checkpoints" / name)
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """{(model, plan, processes): (losses, weights, average)}; one group of processes trains by all its plans."""
-    path, found = tmp_path_factory.mktemp("outcomes") / "results.pyth", {}
-    of_two = ["ddp", "fsdp", "fsdp without reshard", "fairscale", "sync", "sync fsdp"]
-    for processes, plans in ((1, ["one"]), (2, of_two), (4, ["ddp", "fsdp", "fairscale", "hybrid"])):
+    """{(model, plan, processes): (losses, weights, average)} of training by every plan, and
+    {(kind, n): state, (kind, n, m): state} of checkpoints saved by n processes and taken up by m."""
+    folder, found = tmp_path_factory.mktemp("outcomes"), {}
+    path = folder / "results.pyth"
+
+    def run(processes, plans, modes=(), saves=False, sources=()):
         texts = {f"{m} {plan}": config_text(m, processes, *PLANS[plan]) for m in MODELS for plan in plans}
-        for mode in MODES if processes == 2 else ():
+        for mode in modes:
             for plan in ("ddp", "fsdp", "fairscale"):
                 texts[f"vit {plan} {mode}"] = config_text("vit", 2, *PLANS[plan], "PRECISION.MODE", mode)
+        saving_texts = {kind: saving(kind, processes, folder) for kind in (CHECKPOINTS if saves else ())}
+        loads = {
+            f"{source} {kind}": (saving(kind, processes, folder), saved_file(kind, source, folder))
+            for kind in CHECKPOINTS
+            for source in sources
+        }
         if processes == 1:
-            parallel_steps.record(path, texts)
+            parallel_steps.record(path, texts, saving_texts, loads)
         else:
-            dist.multi_proc_run(processes, parallel_steps.record, (path, texts))
+            dist.multi_proc_run(processes, parallel_steps.record, (path, texts, saving_texts, loads))
         for name, result in torch.load(path, weights_only=True).items():
-            found[(*name.split(" ", 1), processes)] = result
+            if name in texts:
+                found[(*name.split(" ", 1), processes)] = result
+            elif name in saving_texts:
+                found[name, processes] = result
+            else:
+                source, kind = name.split(" ", 1)
+                found[kind, int(source), processes] = result
+
+    of_two = ["ddp", "fsdp", "fsdp without reshard", "fairscale", "sync", "sync fsdp"]
+    run(1, ["one"], saves=True)
+    run(2, of_two, MODES, saves=True, sources=[1])
+    run(4, ["ddp", "fsdp", "fairscale", "hybrid"], saves=True, sources=[2])
+    run(2, [], sources=[4])
+    run(1, [], sources=[2])
     config.reset_cfg()
     return found
 
@@ -104,3 +150,23 @@ def test_synchronised_norms_train_as_one_process_does(outcomes, plan):
 def test_low_precision_stays_near_under_every_plan(outcomes, plan, mode):
     losses = outcomes["vit", f"{plan} {mode}", 2][0]
     assert (losses - outcomes["vit", "one", 1][0]).abs().max() < 5e-3
+
+
+@pytest.mark.parametrize("before, after", MOVES)
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_checkpoint_is_taken_up_bit_for_bit_by_any_number_of_processes(outcomes, kind, before, after):
+    saved, taken_up = outcomes[kind, before], outcomes[kind, before, after]
+    assert saved[2] and (saved[3] or "fp16" not in kind), "no optimizer state or no loss scale was saved"
+    assert_equal(saved, taken_up)
+
+
+def assert_equal(a, b):
+    """Same structure, same bits."""
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, (dict, list)):
+        assert len(a) == len(b)
+        for key in a if isinstance(a, dict) else range(len(a)):
+            assert_equal(a[key], b[key])
+    else:
+        assert a == b
