@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import resource
 from typing import Dict, Tuple
 
 import torch
@@ -75,32 +76,39 @@ def train_steps(run: Run, steps: int = STEPS, start: int = 0):
     return torch.stack(losses)
 
 
-def record(path, texts: Dict[str, str], saves: Dict[str, str] = None, loads: Dict[str, Tuple[str, str]] = None) -> None:
+def record(path, texts: Dict[str, str], saves: Dict[str, str], loads: Dict[str, Tuple[str, str]], large: str) -> None:
     """One group of processes does it all, as starting one takes longest. Writes results by name to `path`.
 
     Args:
+        large: config of a model to build first, if any; "memory" is how many bytes this took at most, on any process.
         texts: configs to train by; the results are (losses, weights, average) of rank 0.
         saves: configs to train a little by and save a checkpoint; the results are the whole states.
         loads: (config, checkpoint) to resume; the results are the whole states.
     """
-    results = {}
+    results = {"memory": _building_memory(large)} if large else {}
     for name, text in texts.items():
         run = new_run(text)
         losses = train_steps(run)
         results[name] = (losses, *(run.plan.model_state(model) for model in (run.raw, run.plan.ema)))
-    for name, text in (saves or {}).items():
+    for name, text in saves.items():
         run = new_run(text)
         train_steps(run, 4)
         with run.writer:
             run.save_epoch(0, 50.0, 40.0)
         results[name] = whole_state(run)
-    for name, (text, source) in (loads or {}).items():
+    for name, (text, source) in loads.items():
         run = new_run(text)
         run.resume(source)
         results[name] = whole_state(run)
     config.reset_cfg()
     if dist.is_master_proc():
         torch.save(results, path)
+
+
+def _building_memory(text: str) -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    new_run(text)
+    return max(dist.gather_objects(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)) * 1024
 
 
 def whole_state(run: Run):
