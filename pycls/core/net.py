@@ -9,6 +9,7 @@ from torch import nn
 
 from pycls.core.config import cfg
 from pycls.core.distributed import scaled_all_reduce
+from pycls.core.transfer import device_batches
 
 
 class SoftCrossEntropyLoss(nn.Module):
@@ -163,8 +164,8 @@ def compute_precise_bn_stats(model: nn.Module, loader, device: Optional[torch.de
     for norm in norms:
         norm.momentum = 1.0
     try:
-        for inputs, _ in itertools.islice(loader, batches):
-            model(inputs.to(device, non_blocking=True))
+        for inputs, _ in itertools.islice(device_batches(loader, device), batches):
+            model(inputs)
             for norm, (mean, var) in zip(norms, sums):
                 mean += norm.running_mean / batches
                 var += norm.running_var / batches

@@ -204,6 +204,13 @@ OPTIONS = (
         "how workers start ('': the platform's default)",
         ("", "fork", "spawn", "forkserver"),
     ),
+    Option(
+        "DATA_LOADER.PIXELS",
+        "float32",
+        "how pictures of imagefolder and imagenet travel to the device: normalised, exactly as in PyCls, or as bytes, "
+        "faster, rounded to 1/255 and normalised there",
+        ("float32", "uint8"),
+    ),
     Option("DATA_LOADER.DECODER", "opencv", "picture decoder: opencv (as PyCls) or pillow", ("opencv", "pillow")),
     Option(
         "DATA_LOADER.ON_BAD_IMAGE",

@@ -4,12 +4,26 @@ from typing import Iterable, Iterator, Tuple
 
 import torch
 
+Batch = Tuple[torch.Tensor, ...]
 
-def device_batches(loader: Iterable, device: torch.device) -> Iterator[Tuple[torch.Tensor, ...]]:
-    """Yields the loader's batches on `device`. On CUDA a side stream copies one batch ahead."""
-    if device.type != "cuda":
-        yield from loader
-        return
+
+def device_batches(loader: Iterable, device: torch.device) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+    """Yields the loader's batches on `device`: normalised images (batch, channels, height, width) and labels (batch,).
+
+    On CUDA a side stream copies one batch ahead.
+    """
+    batches = _copied_ahead(loader, device) if device.type == "cuda" else loader
+    for *images, labels in batches:
+        yield (images[0] if len(images) == 1 else normalized(*images)), labels
+
+
+def normalized(images: torch.Tensor, affine: torch.Tensor) -> torch.Tensor:
+    """Bytes (batch, channels, height, width) times factors plus summands, affine (batch, 2, channels), in float32."""
+    factors, summands = affine[..., None, None].unbind(dim=1)
+    return torch.addcmul(summands, images.float(), factors)
+
+
+def _copied_ahead(loader: Iterable, device: torch.device) -> Iterator[Batch]:
     copies = torch.cuda.Stream(device)
     ahead = None
     for batch in loader:

@@ -189,15 +189,17 @@ def _no_augment(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _on_array(policy: Callable, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Runs a policy for Pillow images on a float RGB image (height, width, 3) on 0..1."""
+    """Runs a policy for Pillow images on an RGB image (height, width, 3), uint8 or float on 0..1."""
     from PIL import Image
 
+    if image.dtype == np.uint8:
+        return np.asarray(policy(Image.fromarray(np.ascontiguousarray(image)), rng))
     picture = Image.fromarray(np.clip(image * 255.0 + 0.5, 0, 255).astype(np.uint8))
     return np.asarray(policy(picture, rng), dtype=np.float32) / 255
 
 
 def make_augment(text: str) -> Callable[[np.ndarray, np.random.Generator], np.ndarray]:
-    """Returns what TRAIN.AUGMENT asks for: (float RGB image on 0..1, generator) -> image alike.
+    """Returns what TRAIN.AUGMENT asks for: (RGB image, uint8 or float on 0..1, generator) -> image alike.
 
     Raises:
         UserError: the string has no valid form.

@@ -29,8 +29,9 @@ class ImageDataset(Dataset):
     labels: np.ndarray
     class_names: List[str]
 
-    def load(self, index: int, rng: np.random.Generator) -> np.ndarray:
-        """Returns sample `index` as a normalised float32 image (channels, height, width)."""
+    def load(self, index: int, rng: np.random.Generator) -> Union[np.ndarray, Tuple[np.ndarray, np.ndarray]]:
+        """Returns sample `index` as a normalised float32 image (channels, height, width), or to be normalised on the
+        device: (uint8 image (channels, height, width), float32 (2, channels): factors and summands)."""
         raise NotImplementedError
 
     @staticmethod
@@ -38,9 +39,11 @@ class ImageDataset(Dataset):
         """What the config's testing does to any picture, for prediction and export."""
         raise NotImplementedError
 
-    def __getitem__(self, key: Key) -> Tuple[np.ndarray, int]:
+    def __getitem__(self, key: Key) -> Tuple:
         index, seed = key if isinstance(key, tuple) else (key, None)
         image = self.load(index, np.random.default_rng(seed))
+        if isinstance(image, tuple):
+            return (*map(np.ascontiguousarray, image), int(self.labels[index]))
         return np.ascontiguousarray(image, dtype=np.float32), int(self.labels[index])
 
     def __len__(self) -> int:

@@ -51,6 +51,7 @@ class ImageFolder(ImageDataset):
         self.augment, self.pca_std = make_augment(cfg.TRAIN.AUGMENT), cfg.TRAIN.PCA_STD
         self.order = transforms.channel_order(cfg.DATA_LOADER.CHANNEL_ORDER, "bgr")
         self.decoder, self.on_bad_image = cfg.DATA_LOADER.DECODER, cfg.DATA_LOADER.ON_BAD_IMAGE
+        self.pixels = cfg.DATA_LOADER.PIXELS
         self._warned = set()
         if not train and self.test_size < self.crop:
             raise UserError(f"TEST.IM_SIZE: {self.test_size} is smaller than the test crop TRAIN.IM_SIZE {self.crop}")
@@ -71,16 +72,27 @@ class ImageFolder(ImageDataset):
         name = self._names[start : self._ends[index]].tobytes().decode("utf-8", "surrogateescape")
         return os.path.join(self.path, name)
 
-    def load(self, index: int, rng: np.random.Generator) -> np.ndarray:
+    def load(self, index: int, rng: np.random.Generator):
         image = self._decode(index)
+        if self.pixels == "uint8":
+            return self._load_bytes(image, rng)
         if not self.train:
             return transforms.prepare_test_image(image, self.test_size, self.crop, self.order)
-        image = image[:, :, ::-1].astype(np.float32) / 255
-        image = transforms.random_sized_crop(image, self.crop, rng)
+        image = transforms.random_sized_crop(image, self.crop, rng, convert=transforms.to_float)
         image = transforms.random_flip(image, rng)
         image = self.augment(image, rng)
         image = transforms.lighting(image, self.pca_std, rng)
         return transforms.normalize(image, self.order)
+
+    def _load_bytes(self, image: np.ndarray, rng: np.random.Generator):
+        """As `load`, by the same draws, in bytes: resized values are rounded to 1/255."""
+        if not self.train:
+            image = transforms.center_crop(transforms.scale_shorter_side(image, self.test_size), self.crop)
+            return transforms.normalize_later(image, transforms.lighting_shift(0, rng), self.order)
+        image = transforms.random_sized_crop(image, self.crop, rng)
+        image = transforms.random_flip(image, rng)
+        image = self.augment(image[:, :, ::-1], rng)[:, :, ::-1]
+        return transforms.normalize_later(image, transforms.lighting_shift(self.pca_std, rng), self.order)
 
     def _decode(self, index: int) -> np.ndarray:
         """Decodes a picture, or with ON_BAD_IMAGE replace the next one that can be read."""

@@ -118,7 +118,7 @@ class _Padded(Dataset):
     def __getitem__(self, index: int):
         if index >= 0:
             return self.dataset[index]
-        return self.dataset[-1 - index][0], -1
+        return (*self.dataset[-1 - index][:-1], -1)
 
     def __len__(self) -> int:
         return len(self.dataset)

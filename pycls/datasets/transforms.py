@@ -1,7 +1,7 @@
 """Image transforms on arrays (height, width[, channels]); random ones take their generator as an argument."""
 
 import math
-from typing import Tuple
+from typing import Callable, Tuple
 
 import cv2
 import numpy as np
@@ -39,10 +39,19 @@ def center_crop(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def random_sized_crop(
-    image: np.ndarray, size: int, rng: np.random.Generator, min_area: float = 0.08, tries: int = 10
+    image: np.ndarray,
+    size: int,
+    rng: np.random.Generator,
+    min_area: float = 0.08,
+    tries: int = 10,
+    convert: Callable[[np.ndarray], np.ndarray] = lambda part: part,
 ) -> np.ndarray:
     """A crop of min_area..1 of the area and 3/4..4/3 in aspect, resized to size x size (Szegedy et al., arXiv
-    1409.4842); after `tries` crops that don't fit, the middle of the scaled image."""
+    1409.4842); after `tries` crops that don't fit, the middle of the scaled image.
+
+    Args:
+        convert: what to do to pixels before they are resized; done to those only that are used.
+    """
     height, width = image.shape[:2]
     for _ in range(tries):
         area = rng.uniform(min_area, 1.0) * height * width
@@ -52,8 +61,8 @@ def random_sized_crop(
             w, h = h, w
         if 0 < h <= height and 0 < w <= width:
             top, left = rng.integers(height - h + 1), rng.integers(width - w + 1)
-            return resize(image[top : top + h, left : left + w], size, size)
-    return center_crop(scale_shorter_side(image, size), size)
+            return resize(convert(image[top : top + h, left : left + w]), size, size)
+    return center_crop(scale_shorter_side(convert(image), size), size)
 
 
 def random_flip(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -83,18 +92,40 @@ def random_affine(
     return cv2.warpAffine(image, matrix, (side, side), flags=cv2.INTER_LINEAR)
 
 
-def lighting(image: np.ndarray, strength: float, rng: np.random.Generator) -> np.ndarray:
-    """Adds noise along the principal components of ImageNet's colours to an RGB image on 0..1 (AlexNet)."""
+def lighting_shift(strength: float, rng: np.random.Generator) -> np.ndarray:
+    """Noise (3,) along the principal components of ImageNet's colours, for an RGB image on 0..1 (AlexNet)."""
     if strength == 0:
-        return image
-    shift = _EIGENVECTORS @ (rng.normal(0.0, strength, size=3) * _EIGENVALUES)
-    return image + shift.astype(np.float32)
+        return np.zeros(3, dtype=np.float32)
+    return (_EIGENVECTORS @ (rng.normal(0.0, strength, size=3) * _EIGENVALUES)).astype(np.float32)
+
+
+def lighting(image: np.ndarray, strength: float, rng: np.random.Generator) -> np.ndarray:
+    """Adds `lighting_shift` to an RGB image on 0..1."""
+    return image + lighting_shift(strength, rng) if strength else image
 
 
 def normalize(image: np.ndarray, order: str) -> np.ndarray:
     """An RGB image (height, width, 3) on 0..1 -> normalised (3, height, width), channels in `order` (bgr or rgb)."""
     image = (image - MEAN) / STD
     return (image[:, :, ::-1] if order == "bgr" else image).transpose(2, 0, 1)
+
+
+def normalize_later(image: np.ndarray, shift: np.ndarray, order: str) -> Tuple[np.ndarray, np.ndarray]:
+    """What `normalize` does to a uint8 image, left to the device: a quarter of the bytes travel.
+
+    Args:
+        image: uint8 BGR (height, width, 3). shift: RGB on 0..1, added first. order: of the output channels.
+    Returns:
+        uint8 (3, height, width), and float32 (2, 3): factor and summand of each channel.
+    """
+    affine = np.stack([1 / (255 * STD), (shift - MEAN) / STD]).astype(np.float32)
+    image = image if order == "bgr" else image[:, :, ::-1]
+    return image.transpose(2, 0, 1), affine[:, ::-1] if order == "bgr" else affine
+
+
+def to_float(image: np.ndarray) -> np.ndarray:
+    """uint8 BGR (height, width, 3) -> float32 RGB on 0..1."""
+    return image[:, :, ::-1].astype(np.float32) / 255
 
 
 def prepare_test_image(image: np.ndarray, size: int, crop: int, order: str) -> np.ndarray:
@@ -106,7 +137,7 @@ def prepare_test_image(image: np.ndarray, size: int, crop: int, order: str) -> n
     Returns:
         float32 (3, crop, crop).
     """
-    image = image[:, :, ::-1].astype(np.float32) / 255
+    image = to_float(image)
     return normalize(center_crop(scale_shorter_side(image, size), crop), order)
 
 

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from pycls.core.errors import UserError
+from pycls.core.transfer import normalized
 from pycls.datasets import cifar10, transforms
 from pycls.datasets.decode import decode_image
 from pycls.datasets.imagefolder import ImageFolder
@@ -338,3 +339,23 @@ def test_crafted_batches_run_no_code(fresh_cfg, tmp_path, monkeypatch, content):
     with pytest.raises(UserError, match="test_batch: is not a CIFAR-10 python batch"):
         cifar10.Cifar10(str(tmp_path), "test")
     assert not os.path.exists("attacked")
+
+
+@pytest.mark.parametrize("order", ["bgr", "rgb"])
+@pytest.mark.parametrize("augment", ["", "AutoAugment"])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_pictures_that_travel_as_bytes_are_the_same_after_rounding(tree, fresh_cfg, split, augment, order):
+    fresh_cfg.TRAIN.IM_SIZE = fresh_cfg.TEST.IM_SIZE = 20
+    fresh_cfg.TRAIN.PCA_STD, fresh_cfg.TRAIN.AUGMENT, fresh_cfg.DATA_LOADER.CHANNEL_ORDER = 0.5, augment, order
+    root = tree(*(f"{part}/{name}/{i}.png" for part in ("train", "val") for name in "ab" for i in range(3)))
+    exact = ImageFolder(root, split)
+    fresh_cfg.DATA_LOADER.PIXELS = "uint8"
+    in_bytes = ImageFolder(root, split)
+    for index in range(len(exact)):
+        image, label = exact[index, (1, 2, index)]
+        raw, affine, same_label = in_bytes[index, (1, 2, index)]
+        assert raw.dtype == np.uint8 and label == same_label
+        there = normalized(torch.from_numpy(raw)[None], torch.from_numpy(affine)[None])[0].numpy()
+        # In units of the deviation a level is 1 / 255 / 0.22; an augmentation's thresholds blow single pixels up.
+        difference = np.abs(there - image)
+        assert (difference.mean() if augment else difference.max()) < 1.1 / 255 / 0.22
