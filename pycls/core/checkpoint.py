@@ -21,7 +21,7 @@ from pycls.core import checkpoint_shards
 from pycls.core.config import cfg, flatten
 from pycls.core.distributed import is_master_proc
 from pycls.core.errors import UserError
-from pycls.core.io import atomic_write, cache_url, pathmgr
+from pycls.core.io import atomic_write, cache_url, pathmgr, remove_file
 from pycls.core.logging import get_logger
 from pycls.core.net import unwrap_model
 
@@ -103,7 +103,7 @@ def _remove(path: str) -> None:
     if os.path.isdir(path):
         shutil.rmtree(path)
     else:
-        pathmgr.rm(path)
+        remove_file(path)
 
 
 # ------------------------------------------------------------------------- reading
@@ -348,11 +348,8 @@ def starting_state(path: str, model: nn.Module, own: Optional[Tensors] = None) -
 def write_checkpoint(state: Dict[str, Any], path: str) -> str:
     """Writes a checkpoint so that `path` is whole whenever it exists."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    try:
-        with atomic_write(path) as f:
-            torch.save(state, f)
-    except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror}); older checkpoints are untouched") from None
+    with atomic_write(path) as f:
+        torch.save(state, f)
     return path
 
 

@@ -11,7 +11,7 @@ from typing import Callable, List, Optional
 
 from pycls.core import config
 from pycls.core.config import cfg
-from pycls.core.errors import UserError, nearest
+from pycls.core.errors import FaultError, UserError, nearest
 from pycls.core.options import OPTIONS
 
 _EPILOG = """\
@@ -60,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Runs the command line; returns the exit code: 0, 2 for a user's mistake, 128 + 15 when stopped by a signal."""
-    return guarded(lambda: _main(argv))
+    from pycls.core import watch
+
+    return guarded(lambda: _main(argv), watch.first_to_speak)
 
 
 def _main(argv: Optional[List[str]]) -> None:
@@ -102,18 +104,43 @@ def guarded(body: Callable[[], None], speak: Callable[[], bool] = lambda: True, 
         return _say(f"pycls: error: {' '.join(str(error).split())}", 2, speak)
     except Interrupted as stop:
         return _say(f"pycls: {stop}", stop.code, speak)
+    except FaultError as fault:
+        line = f"pycls: error: {' '.join(str(fault).split())}"
+        return fault.code if fault.told else _say(line, fault.code, speak)
     except RankFailed as failure:
-        # Exit codes of our own were explained by the rank itself.
-        explained = failure.code in (2, Interrupted.code)
-        return _say(f"pycls: error: {failure}", failure.code, lambda: not explained)
+        return failure.code if failure.told else _say(f"pycls: error: {failure}", failure.code, lambda: True)
     except KeyboardInterrupt:
         return _say("pycls: stopped by Ctrl-C", 130, speak)
     except BrokenPipeError:
         # The reader (head, less) has gone: nothing is left to say, and Python must not say it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:  # noqa: BLE001 - the last stop: our own mistakes are shown whole
+    except Exception as error:  # noqa: BLE001 - the last stop: our own mistakes are shown whole
+        if _out_of_memory(error):
+            return _say(f"pycls: error: {name}{_less_memory(error)}", 2, speak)
         return _say(name + traceback.format_exc(), 1, speak)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    import torch
+
+    # The allocator of the CPU has no class of error for it.
+    allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return allocator or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+def _less_memory(error: Exception) -> str:
+    """One line on what ran out and which keys make a run smaller."""
+    reason = (str(error).splitlines() or ["the host has no more memory to give"])[0]
+    if "DataLoader worker" in reason:
+        return f"out of memory ({reason}): lower DATA_LOADER.NUM_WORKERS or DATA_LOADER.PREFETCH"
+    train, test = cfg.TRAIN.BATCH_SIZE, cfg.TEST.BATCH_SIZE
+    return (
+        f"out of memory ({' '.join(reason.split())[:160]}): lower TRAIN.BATCH_SIZE (now {train}, "
+        f"{train // cfg.NUM_GPUS} per process) or, when testing, TEST.BATCH_SIZE (now {test}); or raise "
+        "OPTIM.ACCUM_ITERS, set ACT_CHECKPOINT block or FSDP.ENABLED True. --mode time with TIME.SWEEP_BATCH True finds "
+        "the largest batch that fits"
+    )
 
 
 def _say(text: str, code: int, speak: Callable[[], bool]) -> int:

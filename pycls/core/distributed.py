@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from pycls.core import watch
 from pycls.core.config import cfg
-from pycls.core.errors import UserError
+from pycls.core.errors import FaultError, UserError
+from pycls.core.interrupt import Interrupted
 
-# A rank that waits longer than this in a collective reports it and ends, instead of hanging for ever.
-TIMEOUT = timedelta(minutes=30)
+# How long a client waits for the rendezvous store to answer.
+_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def get_rank() -> int:
@@ -132,7 +134,15 @@ def init_process_group(rank: int, world_size: int, local_rank: int, local_size: 
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
     where = {"store": store} if store is not None else {"init_method": "env://"}
-    dist.init_process_group(_backend(), rank=rank, world_size=world_size, timeout=TIMEOUT, **where)
+    # The backend's own time-out, whose text names nobody, comes after the watch's: only where all ranks wait alike.
+    timeout = timedelta(seconds=max(cfg.DIST_TIMEOUT, watch.START_SECONDS) + 60)
+    try:
+        dist.init_process_group(_backend(), rank=rank, world_size=world_size, timeout=timeout, **where)
+    except RuntimeError as error:
+        if not watch.is_broken_collective(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise FaultError(f"rank {rank}: the {world_size} processes did not find each other: {reason}") from None
 
 
 def destroy_process_group() -> None:
@@ -146,21 +156,43 @@ def _as_rank(main: Callable[[], Any], store) -> Any:
     env = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]))
     init_process_group(env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], local_size, store)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # A launcher that restarts its ranks keeps the store: each attempt has its own names in it.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    watch.meet(host, port, f"pycls/{attempt}")
+    return _watched(main)
+
+
+def _watched(main: Callable[[], Any]) -> Any:
+    """Runs `main` on a rank of the group, watching the others (see `watch`), then leaves the group.
+
+    Raises:
+        FaultError: another rank died, so that a collective broke.
+    """
+    watching = watch.Watch(get_rank(), get_world_size(), cfg.DIST_TIMEOUT)
     try:
-        return main()
-    finally:
+        result = main()
+    except BaseException as error:
+        reason = watching.explained(error)
+        if reason is not error:
+            # Not leaving the group: that can wait for ever for ranks that are gone.
+            raise reason from None
         destroy_process_group()
+        raise
+    watching.leave()
+    destroy_process_group()
+    return result
 
 
 # ----------------------------------------------------------------- local processes
 
 
 class RankFailed(RuntimeError):
-    """A child process ended badly; `code` is the exit code that the parent passes on."""
+    """A child process ended badly; `code` is the exit code that the parent passes on, `told` whether all is said."""
 
-    def __init__(self, message: str, code: int):
+    def __init__(self, message: str, code: int, told: bool):
         super().__init__(message)
-        self.code = code
+        self.code, self.told = code, told
 
 
 def multi_proc_run(num_proc: int, fun: Callable, fun_args: Tuple = (), fun_kwargs: Optional[Dict] = None) -> None:
@@ -173,7 +205,7 @@ def multi_proc_run(num_proc: int, fun: Callable, fun_args: Tuple = (), fun_kwarg
         RankFailed: names the rank that failed first.
     """
     # Before anything starts: a free port from the system, served by the parent for as long as the ranks live.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
     context = mp.get_context("spawn")
     state = (cfg.dump(), list(PLUGINS), os.getpid())
     processes = [
@@ -184,7 +216,12 @@ def multi_proc_run(num_proc: int, fun: Callable, fun_args: Tuple = (), fun_kwarg
     try:
         for process in processes:
             process.start()
-        _wait(processes)
+        _wait(processes, dist.PrefixStore(_PREFIX, store))
+    except RankFailed:
+        for process in processes:
+            # No SIGTERM: a rank would finish its log period first, for which it waits in vain.
+            process.kill()
+        raise
     finally:
         for process in processes:
             if process.is_alive():
@@ -197,6 +234,9 @@ def multi_proc_run(num_proc: int, fun: Callable, fun_args: Tuple = (), fun_kwarg
         for number, handler in forward.items():
             signal.signal(number, handler)
 
+
+# What the names of local ranks in the store begin with, and for how many seconds the other ranks may end by themselves.
+_PREFIX, _PATIENCE = "pycls", 5
 
 # Plug-in files and modules given on the command line; child processes import them too.
 PLUGINS: List[str] = []
@@ -217,11 +257,11 @@ def _forward_signals(processes) -> Dict[int, Any]:
         return {}
 
 
-def _wait(processes) -> None:
+def _wait(processes, store) -> None:
     """Waits for all; at the first failure, gives the others a moment to end by themselves and reports it once."""
     waiting = dict(enumerate(processes))
-    failed: Optional[Tuple[int, int]] = None
-    patience = None
+    failed: Dict[int, int] = {}
+    unsaid, patience = None, None
     while waiting:
         ready = connection.wait([p.sentinel for p in waiting.values()], timeout=patience)
         if not ready:
@@ -229,15 +269,30 @@ def _wait(processes) -> None:
         for rank in [r for r, p in waiting.items() if p.sentinel in ready]:
             process = waiting.pop(rank)
             process.join()
-            if process.exitcode != 0 and failed is None:
-                failed = (rank, process.exitcode)
-                patience = 5
+            if process.exitcode != 0:
+                failed[rank] = process.exitcode
+                patience = _PATIENCE
+            if process.exitcode < 0:
+                first = watch.note_death(store, rank, _death(process.exitcode))
+                unsaid = first if unsaid is None else unsaid
     if failed:
-        rank, code = failed
-        if code < 0:
-            name = signal.Signals(-code).name
-            raise RankFailed(f"rank {rank} was killed by {name}; the other ranks were ended", 1)
-        raise RankFailed(f"rank {rank} ended with exit code {code}; the other ranks were ended", code)
+        raise _first_cause(failed, unsaid)
+
+
+def _first_cause(failed: Dict[int, int], unsaid: Optional[bool]) -> RankFailed:
+    """What to report of (rank: exit code): one that was killed, or failed by itself, not those that lost it."""
+    rank, code = min(failed.items(), key=lambda item: (item[1] >= 0, item[1] == FaultError.code))
+    if code < 0:
+        return RankFailed(f"rank {rank} {_death(code)}; the other ranks were ended", FaultError.code, told=not unsaid)
+    # A rank explains exit codes of our own itself.
+    told = code in (2, FaultError.code, Interrupted.code)
+    return RankFailed(f"rank {rank} ended with exit code {code}; the other ranks were ended", code, told)
+
+
+def _death(code: int) -> str:
+    """What the negative exit code of a process means."""
+    hint = " (by hand, or by the system when memory ran out)" if -code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
 def _child(rank, world_size, port, state, fun, fun_args, fun_kwargs) -> None:
@@ -245,10 +300,14 @@ def _child(rank, world_size, port, state, fun, fun_args, fun_kwargs) -> None:
     from pycls.core.cli import guarded, load_plugins
 
     text, plugins, parent = state
-    _die_with(parent)
+    die_with_parent()
+    if os.getppid() != parent:
+        sys.exit(1)
     # Ctrl-C reaches every process of the terminal; the parent passes it on, once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
+
+    watch.meet("127.0.0.1", port, _PREFIX)
 
     def body():
         load_plugins(plugins)
@@ -256,26 +315,20 @@ def _child(rank, world_size, port, state, fun, fun_args, fun_kwargs) -> None:
         cfg.merge_from_text(text, "config of the parent process")
         cfg.freeze()
         init_process_group(rank, world_size, rank, world_size, store)
-        try:
-            fun(*fun_args, **fun_kwargs)
-        finally:
-            destroy_process_group()
+        _watched(lambda: fun(*fun_args, **fun_kwargs))
 
-    # When one rank fails the others fail too, waiting for it: only the first speaks.
-    code = guarded(body, speak=lambda: store.add("failures", 1) == 1, name=f"rank {rank}: ")
+    code = guarded(body, speak=watch.first_to_speak, name=f"rank {rank}: ")
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: threads of the group and of sharding may still run, to be waited for or to abort the process.
     os._exit(code)
 
 
-def _die_with(parent: int) -> None:
-    """Asks Linux to kill this process when its parent dies, so that no orphan goes on writing."""
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when the one that started it dies, so that no orphan goes on working."""
     if sys.platform.startswith("linux"):
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit(1)
 
 
 # -------------------------------------------------------------------- collectives

@@ -40,7 +40,7 @@ def fetch(url: str, cache_dir: str) -> str:
         # Whoever comes second waits here, and then finds the file.
         with portalocker.Lock(path + ".lock", timeout=3600), _bounded_waits():
             download(url, folder, filename=name, progress=sys.stderr.isatty())
-    except (OSError, urllib.error.URLError) as error:
+    except (OSError, urllib.error.URLError, portalocker.LockException) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         message = f"{url}: can't be downloaded ({reason}); put that file at {path} by hand and try again"
         raise UserError(message) from None

@@ -1,7 +1,7 @@
 """Errors that are the user's to fix: one line each, never a traceback."""
 
 import difflib
-from typing import Iterable, Mapping, TypeVar
+from typing import Iterable, Mapping, Optional, TypeVar
 
 T = TypeVar("T")
 
@@ -11,6 +11,28 @@ class UserError(ValueError):
 
     The command line prints the message as a single line and exits with code 2.
     """
+
+
+class FaultError(RuntimeError):
+    """A fault outside this process, e.g. another rank that died; the run can be taken up again.
+
+    The command line prints the message as a single line, unless another rank has `told` better, and exits with this
+    code.
+    """
+
+    code = 3
+
+    def __init__(self, message: str, told: bool = False):
+        super().__init__(message)
+        self.told = told
+
+
+def os_error_behind(error: BaseException) -> Optional[OSError]:
+    """The system's error that `error` is, holds or arose from: libraries hide it in exceptions of their own."""
+    if isinstance(error, OSError):
+        return error
+    others = (*error.args, error.__cause__, error.__context__)
+    return next((found for e in others if isinstance(e, BaseException) and (found := os_error_behind(e))), None)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

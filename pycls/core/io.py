@@ -7,6 +7,8 @@ from typing import BinaryIO, Iterator
 
 from iopath.common.file_io import PathManager, PathManagerFactory
 
+from pycls.core.errors import UserError, os_error_behind
+
 # The path manager that all file access goes through; plug-ins may register handlers on it.
 pathmgr: PathManager = PathManagerFactory.get()
 
@@ -27,7 +29,23 @@ def atomic_write(path: str) -> Iterator[BinaryIO]:
     """Opens a temporary file beside `path` that replaces it only once all is written and on disk.
 
     Whatever happens, `path` holds either its old bytes or the new ones, never a part.
+
+    Raises:
+        UserError: the disk is full, the folder read-only or the like.
     """
+    try:
+        with _replacing(path) as f:
+            yield f
+    except (OSError, RuntimeError) as error:
+        # torch.save complains of a file that is cut short, as its own error, in place of the disk that is full.
+        cause = os_error_behind(error)
+        if cause is None:
+            raise
+        raise UserError(f"{path}: can't be written ({cause.strerror}); older files are untouched") from None
+
+
+@contextmanager
+def _replacing(path: str) -> Iterator[BinaryIO]:
     folder = os.path.dirname(os.path.abspath(path))
     handle, temporary = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", suffix=".tmp", dir=folder)
     try:
@@ -41,6 +59,18 @@ def atomic_write(path: str) -> Iterator[BinaryIO]:
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
+
+
+def remove_file(path: str) -> None:
+    """Deletes a file.
+
+    Raises:
+        UserError: the folder is read-only or the like.
+    """
+    try:
+        pathmgr.rm(path)
+    except OSError as error:
+        raise UserError(f"{path}: can't be deleted ({error.strerror})") from None
 
 
 def _umask() -> int:

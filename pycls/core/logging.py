@@ -90,9 +90,22 @@ def _file_handler(path: str) -> logging.Handler:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         _end_last_line(path)
-        return logging.FileHandler(path, mode="a", encoding="utf-8")
+        return _LogFile(path, mode="a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"OUT_DIR: can't write {path}: {error.strerror}") from None
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that stops the run when it can't be written: a run without records would be of little use."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        raise UserError(
+            f"{self.baseFilename}: can't be written ({error.strerror}); checkpoints are untouched"
+        ) from None
 
 
 def _end_last_line(path: str) -> None:

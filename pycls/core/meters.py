@@ -141,9 +141,11 @@ class TrainMeter:
         """Whether statistics leave the device after this iteration (from 0)."""
         return (iteration + 1) % cfg.LOG_PERIOD == 0 or iteration + 1 == self.epoch_iters or self.stats.full
 
-    def flush(self, epoch: int, iteration: int, flag: bool = False) -> bool:
+    def flush(self, epoch: int, iteration: int, flag: bool = False, arithmetic: str = "") -> bool:
         """Fetches what has gathered; returns whether any process passed a true `flag`.
 
+        Args:
+            arithmetic: what a message about a loss that is not finite says of the precision.
         Raises:
             UserError: a loss is not finite. All processes see the same sums, so all stop.
         """
@@ -158,7 +160,7 @@ class TrainMeter:
             first = iteration + 1 - len(losses) + int(np.argmin(np.isfinite(losses)))
             raise UserError(
                 f"the loss is {losses[~np.isfinite(losses)][0]} in epoch {epoch + 1}, iteration {first + 1}, at "
-                f"learning rate {self.lr:.3g}; the last checkpoint is untouched. Try a lower OPTIM.BASE_LR, "
+                f"learning rate {self.lr:.3g}{arithmetic}; the last checkpoint is untouched. Try a lower OPTIM.BASE_LR, "
                 "OPTIM.GRAD_CLIP 1.0 or PRECISION.MODE amp_bf16"
             )
         return self.stats.flag

@@ -229,6 +229,14 @@ OPTIONS = (
     Option("NUM_GPUS", 1, "number of processes over all machines: GPUs, or gloo ranks on the CPU", low=1),
     Option("MAX_GPUS_PER_NODE", 8, "most processes on one machine", low=1),
     Option("DIST_BACKEND", "auto", "collectives; auto follows the device (PyCls: nccl)", ("auto", "nccl", "gloo")),
+    Option(
+        "DIST_TIMEOUT",
+        1800.0,
+        "seconds for which a process waits for another in a collective; must be more than writing a checkpoint takes. "
+        "Until the first step is done (data sets listed, models compiled) it is at least 1800",
+        low=5.0,
+        high=86400.0,
+    ),
     Option("HOST", "localhost", "accepted as in PyCls and not used: local processes meet on the loopback interface"),
     Option("PORT_RANGE", [10000, 65000], "accepted as in PyCls and not used: the system picks a free port"),
     Option("RNG_SEED", 1, "seed of everything random", low=0),

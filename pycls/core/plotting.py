@@ -101,11 +101,8 @@ def _known(values: Iterable[Optional[float]]) -> List[float]:
 
 
 def _save(figure, out_path: str) -> str:
-    try:
-        with atomic_write(out_path) as f:
-            figure.savefig(f, format="png")
-    except OSError as error:
-        raise UserError(f"{out_path}: can't be written: {error.strerror}") from None
+    with atomic_write(out_path) as f:
+        figure.savefig(f, format="png")
     return out_path
 
 

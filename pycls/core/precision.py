@@ -166,6 +166,10 @@ class Precision:
             )
         return {"loss_scale": self.scaler.get_scale(), "skipped": int(skipped)}
 
+    def in_words(self) -> str:
+        """', loss scale 1024' for messages; '' without a loss scale. Waits for the device."""
+        return f", loss scale {self.scaler.get_scale():g}" if self.scaler.is_enabled() else ""
+
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Drops the gradients of the last step."""
         optimizer.zero_grad(set_to_none=True)

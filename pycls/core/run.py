@@ -2,7 +2,10 @@
 
 import os
 import random
+import tempfile
+import warnings
 from contextlib import contextmanager
+from errno import EACCES, EAGAIN
 from typing import Any, Dict, Iterator, Tuple
 
 import numpy as np
@@ -12,7 +15,7 @@ from pycls.core import checkpoint, checkpoint_shards, ema, meters, optimizer
 from pycls.core import distributed as dist
 from pycls.core.checkpoint_writer import Writer
 from pycls.core.config import cfg
-from pycls.core.errors import UserError
+from pycls.core.errors import UserError, os_error_behind
 from pycls.core.logging import get_logger
 from pycls.core.placement import Single
 from pycls.core.precision import Precision
@@ -168,23 +171,18 @@ def own_out_dir() -> Iterator[None]:
     Raises:
         UserError: another run is at work there, a new run would overwrite an earlier one, or it can't be written.
     """
-    import portalocker
-
     if not dist.is_master_proc():
         yield
         return
+    place = cfg.OUT_DIR
     try:
         os.makedirs(checkpoint.get_checkpoint_dir(), exist_ok=True)
-        lock = portalocker.Lock(
-            os.path.join(cfg.OUT_DIR, ".lock"), "a", flags=portalocker.LOCK_EX | portalocker.LOCK_NB
-        )
-        lock.acquire()
-    except portalocker.LockException:
-        raise UserError(
-            f"OUT_DIR: another run is training in {cfg.OUT_DIR}; wait for it or choose another one"
-        ) from None
+        lock = _lock_out_dir()
+        # To find out now that checkpoints can't be written, and not after the first epoch.
+        place = checkpoint.get_checkpoint_dir()
+        tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        raise UserError(f"OUT_DIR: {cfg.OUT_DIR} can't be written: {error.strerror}") from None
+        raise UserError(f"OUT_DIR: {place} can't be written: {error.strerror}") from None
     try:
         checkpoint.remove_leftovers()
         if not cfg.TRAIN.AUTO_RESUME and checkpoint.has_checkpoint():
@@ -195,3 +193,24 @@ def own_out_dir() -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _lock_out_dir():
+    """Locks OUT_DIR/.lock; where the file system has no locks, warns and goes on without."""
+    import portalocker
+
+    lock = portalocker.Lock(os.path.join(cfg.OUT_DIR, ".lock"), "a", flags=portalocker.LOCK_EX | portalocker.LOCK_NB)
+    try:
+        lock.acquire()
+    except portalocker.LockException as error:
+        # Versions of portalocker differ in the class they raise; the system's error tells a held lock from none.
+        cause = os_error_behind(error)
+        if isinstance(error, portalocker.AlreadyLocked) or cause is None or cause.errno in (EAGAIN, EACCES):
+            raise UserError(
+                f"OUT_DIR: another run is training in {cfg.OUT_DIR}; wait for it or choose another one"
+            ) from None
+        warnings.warn(
+            f"OUT_DIR: {cfg.OUT_DIR} can't be locked ({cause.strerror}); see to it that only one run trains there",
+            stacklevel=2,
+        )
+    return lock

@@ -10,7 +10,7 @@ from contextlib import closing
 
 import torch
 
-from pycls.core import builders, checkpoint, config, ema, evaluation, logging, meters, net, parallel, plotting
+from pycls.core import builders, checkpoint, config, ema, evaluation, logging, meters, net, parallel, plotting, watch
 from pycls.core import distributed as dist
 from pycls.core import optimizer as optim
 from pycls.core.config import cfg
@@ -117,6 +117,7 @@ def train_epoch(run: Run, loader, loss_fun, epoch: int, stop: StopRequest):
     batches = meter.timed(device_batches(loader, run.plan.device))
     with logging.progress(len(loader), start, f"epoch {epoch + 1}/{cfg.OPTIM.MAX_EPOCH}") as bar:
         for iteration, (inputs, labels) in enumerate(batches, start):
+            watch.mark(epoch, iteration)
             lr = optim.get_epoch_lr(epoch + iteration / len(loader) * cfg.OPTIM.LR_PER_ITER)
             optim.set_lr(run.optimizer, lr)
             inputs, soft_labels, labels = prepare_batch(inputs, labels, epoch, iteration)
@@ -163,7 +164,7 @@ def after_step(run: Run, epoch: int, iteration: int, stop: StopRequest, bar) -> 
     # One process may stop after any step; several agree on the step when their statistics meet.
     if not (meter.due(iteration) or save or (stop and dist.get_world_size() == 1)):
         return
-    asked = meter.flush(epoch, iteration, bool(stop))
+    asked = meter.flush(epoch, iteration, bool(stop), run.precision.in_words())
     stats = meter.log_iter_stats(epoch, iteration, **run.precision.report())
     bar.update(0, loss=stats["loss"], top1_err=stats["top1_err"])
     if not last and (save or asked):
@@ -202,6 +203,7 @@ def test_epoch(loader, model, precision: Precision, meter: meters.TestMeter, epo
     meter.reset()
     with logging.progress(len(loader), 0, meter.name) as bar:
         for iteration, (inputs, labels) in enumerate(device_batches(loader, precision.device)):
+            watch.mark(epoch, iteration)
             logits = precision.forward(model, inputs)
             meter.add(logits, labels)
             outputs.add(logits, labels)

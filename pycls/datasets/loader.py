@@ -6,10 +6,11 @@ same samples, augmented alike.
 """
 
 import os
+import re
 import signal
 import threading
 from functools import partial
-from typing import Callable, Iterator, List
+from typing import Callable, Dict, Iterator, List
 
 import numpy as np
 import torch
@@ -135,6 +136,8 @@ def _start_worker(worker: int, threads: int) -> None:
     # A terminal or a scheduler signals every process of a run at once. What to do then is the main process's
     # decision; it could not finish its step if its workers were gone first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A process that is killed leaves nobody behind that would still hold its memory and its lock of OUT_DIR.
+    dist.die_with_parent()
     if hasattr(signal, "alarm"):
         signal.signal(signal.SIGALRM, _leave)
         signal.signal(signal.SIGTERM, _linger)
@@ -154,9 +157,16 @@ def _leave(number, frame) -> None:
     os._exit(0)
 
 
+# Number of each worker of this process, by its process id.
+_workers: Dict[int, int] = {}
+
+
 def _worker_died(error: RuntimeError) -> UserError:
+    reason = str(error).splitlines()[0].strip()
+    numbers = [str(_workers[int(pid)]) for pid in re.findall(r"\d+", reason) if int(pid) in _workers]
+    which = f"loader worker {', '.join(numbers)}" if numbers else "a loader worker"
     return UserError(
-        f"a loader worker died ({str(error).splitlines()[0]}); too little shared memory (/dev/shm) or memory is the "
+        f"{which} of rank {dist.get_rank()} died ({reason}); too little shared memory (/dev/shm) or memory is the "
         "usual cause: lower DATA_LOADER.NUM_WORKERS (0 loads without workers), or give the container more shared memory"
     )
 
@@ -185,6 +195,7 @@ class _Loader(DataLoader):
     def __iter__(self):
         try:
             batches = super().__iter__()
+            _workers.update((w.pid, i) for i, w in enumerate(getattr(batches, "_workers", ())))
             _explain_deaths()
             yield from batches
         except UserError as error:
