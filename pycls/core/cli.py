@@ -138,8 +138,8 @@ def _less_memory(error: Exception) -> str:
     return (
         f"out of memory ({' '.join(reason.split())[:160]}): lower TRAIN.BATCH_SIZE (now {train}, "
         f"{train // cfg.NUM_GPUS} per process) or, when testing, TEST.BATCH_SIZE (now {test}); or raise "
-        "OPTIM.ACCUM_ITERS, set ACT_CHECKPOINT block or FSDP.ENABLED True. --mode time with TIME.SWEEP_BATCH True finds "
-        "the largest batch that fits"
+        "OPTIM.ACCUM_ITERS, set ACT_CHECKPOINT block or FSDP.ENABLED True. --mode time with TIME.SWEEP_BATCH True "
+        "finds the largest batch that fits"
     )
 
 

@@ -160,8 +160,8 @@ class TrainMeter:
             first = iteration + 1 - len(losses) + int(np.argmin(np.isfinite(losses)))
             raise UserError(
                 f"the loss is {losses[~np.isfinite(losses)][0]} in epoch {epoch + 1}, iteration {first + 1}, at "
-                f"learning rate {self.lr:.3g}{arithmetic}; the last checkpoint is untouched. Try a lower OPTIM.BASE_LR, "
-                "OPTIM.GRAD_CLIP 1.0 or PRECISION.MODE amp_bf16"
+                f"learning rate {self.lr:.3g}{arithmetic}; the last checkpoint is untouched. "
+                "Try a lower OPTIM.BASE_LR, OPTIM.GRAD_CLIP 1.0 or PRECISION.MODE amp_bf16"
             )
         return self.stats.flag
 
