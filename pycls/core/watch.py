@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import sysconfig
 import threading
@@ -179,6 +180,9 @@ class Watch:
             self.leave(FAILED)
             return error
         where = self._where_of(error)
+        # A launcher now ends the ranks that are left; the seconds that it takes to find out why are needed first.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.leave(LOST)
         try:
             who, how = self._who_failed()

@@ -5,6 +5,7 @@ each process takes its slice of each global batch: however many processes and wo
 same samples, augmented alike.
 """
 
+import multiprocessing
 import os
 import re
 import signal
@@ -217,7 +218,9 @@ def _construct_loader(dataset: Dataset, sampler) -> DataLoader:
         workers = {
             "prefetch_factor": d.PREFETCH,
             "persistent_workers": True,
-            "multiprocessing_context": d.START_METHOD or None,
+            # The platform's own: in a rank, which was spawned, Python's default would be spawn, and there a data set
+            # from a plug-in file has no module that its workers could import.
+            "multiprocessing_context": d.START_METHOD or multiprocessing.get_all_start_methods()[0],
             "worker_init_fn": partial(_start_worker, threads=d.WORKER_THREADS),
         }
     return _Loader(
