@@ -1,6 +1,6 @@
 """Kills a run on the digits at many random moments, starts it again each time, and looks whether anything was lost.
 
-    python dev/soak.py                                 # 50 kills of 2 ranks; about 5 minutes on 2 free cores
+    python dev/soak.py                                 # 50 kills of 2 ranks
     python dev/soak.py --kills 200 --seed 7 --fsdp
 
 A kill is a SIGKILL of one rank, of their parent, or of all at once. The moments take turns: while the run starts, in
@@ -10,6 +10,7 @@ log. Exit code 0 says that nothing was lost, nothing was left running, and each 
 """
 
 import argparse
+import contextlib
 import glob
 import os
 import random
@@ -65,6 +66,8 @@ PHASES = ("start", "steps", "saving", "testing")
 class Run:
     """A run in a folder of its own, started as often as need be, always by the same command."""
 
+    started: list = []
+
     def __init__(self, folder: str, args: argparse.Namespace, epochs: int):
         self.out_dir, self.epochs = os.path.join(folder, "run"), epochs
         for name, text in (("soak.yaml", CONFIG), ("slow_writer.py", SLOW_WRITER)):
@@ -78,8 +81,10 @@ class Run:
 
     def start(self) -> subprocess.Popen:
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-        return subprocess.Popen(self.command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        process = subprocess.Popen(self.command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                 text=True, start_new_session=True)  # fmt: skip
+        Run.started.append(process)
+        return process
 
     def log(self) -> str:
         path = os.path.join(self.out_dir, "stdout.log")
@@ -252,10 +257,15 @@ def main() -> int:
     parser.add_argument("--fsdp", action="store_true", help="shard the model")
     parser.add_argument("--keep", metavar="FOLDER", help="work there and leave the runs behind")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = args.keep or tempfile.mkdtemp(prefix="soak")
     try:
         lost = soak(args, folder)
     finally:
+        for process in Run.started:
+            with contextlib.suppress(ProcessLookupError):
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
         if not args.keep:
             shutil.rmtree(folder)
     print("\n".join(f"LOST: {line}" for line in lost) or "nothing was lost")

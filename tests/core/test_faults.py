@@ -121,7 +121,7 @@ def test_a_rank_killed_while_it_saves_leaves_the_last_checkpoint(unbroken, tmp_p
 
 @linux
 def test_under_torchrun_the_others_name_a_killed_rank(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     process = start(tmp_path, "run", "OPTIM.MAX_EPOCH", 300, launcher=launcher)
     wait_until(trained(tmp_path, "run"), process)
     os.kill(ranks_of(process)[1], signal.SIGKILL)
@@ -293,17 +293,18 @@ def test_a_dead_worker_is_named(monkeypatch):
 
 
 SLEEPER = """
-import multiprocessing, time
+import os, time
 from pycls.core.config import cfg
 from pycls.datasets import digits, loader
 
-digits.Digits.__getitem__ = lambda self, key: time.sleep(600)
+def hang(self, key):
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+digits.Digits.__getitem__ = hang
 if __name__ == "__main__":
     cfg.merge_from_list(["TRAIN.DATASET", "digits", "TRAIN.IM_SIZE", 16, "DATA_LOADER.NUM_WORKERS", 1])
-    iter(loader.construct_train_loader()._get_iterator())
-    time.sleep(2)
-    print(multiprocessing.active_children()[0].pid, flush=True)
-    time.sleep(600)
+    next(iter(loader.construct_train_loader()))
 """
 
 
