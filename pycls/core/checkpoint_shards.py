@@ -14,7 +14,7 @@ import pickle
 import shutil
 import warnings
 import zipfile
-from typing import Any, Dict, Iterator, Tuple
+from typing import Any, Callable, Dict, Iterator, Tuple
 
 import torch
 from torch import distributed as torch_dist
@@ -90,26 +90,45 @@ def write(state: State, path: str, group=None, linked: bool = False) -> str:
     folder, name = os.path.split(os.path.abspath(path))
     temporary = os.path.join(folder, f".{name}.tmp")
     target = f".{name.removesuffix(SUFFIX)}_{state['epoch'] + 1:04d}{SUFFIX}" if linked else name
+
+    def make():
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.makedirs(temporary)
+
+    def finish():
+        with atomic_write(os.path.join(temporary, _PLAIN)) as f:
+            torch.save(_plain(state), f)
+        shutil.rmtree(os.path.join(folder, target), ignore_errors=True)
+        os.rename(temporary, os.path.join(folder, target))
+        if linked:
+            _link(folder, name, target)
+        sync_folder(folder)
+
     try:
-        if dist.is_master_proc():
-            shutil.rmtree(temporary, ignore_errors=True)
-            os.makedirs(temporary)
-        _barrier(group)
+        _on_master(make, group)
         dcp.save(dict(_tensors(state)), storage_writer=dcp.FileSystemWriter(temporary), process_group=group)
-        if dist.is_master_proc():
-            with atomic_write(os.path.join(temporary, _PLAIN)) as f:
-                torch.save(_plain(state), f)
-            shutil.rmtree(os.path.join(folder, target), ignore_errors=True)
-            os.rename(temporary, os.path.join(folder, target))
-            if linked:
-                _link(folder, name, target)
-            sync_folder(folder)
-        _barrier(group)
+        _on_master(finish, group)
     except (OSError, dcp.api.CheckpointException) as error:
         if dist.is_master_proc():
             shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"{path}: can't be written ({_reason(error)}); older checkpoints are untouched") from None
     return path
+
+
+def _on_master(action: Callable[[], None], group) -> None:
+    """Runs `action` on rank 0; nobody goes on before it is done, and all raise OSError if it failed."""
+    reason = None
+    if dist.is_master_proc():
+        try:
+            action()
+        except (OSError, UserError) as error:
+            reason = _reason(error)
+    if dist.get_world_size() > 1:
+        box = [reason]
+        torch_dist.broadcast_object_list(box, src=0, group=group)
+        (reason,) = box
+    if reason is not None:
+        raise OSError(reason)
 
 
 def _link(folder: str, name: str, target: str) -> None:
@@ -130,11 +149,6 @@ def _dcp():
     # That one process alone saves and loads is meant.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     return dcp
-
-
-def _barrier(group) -> None:
-    if dist.get_world_size() > 1:
-        torch_dist.barrier(group=group)
 
 
 def _reason(error: BaseException) -> str:
