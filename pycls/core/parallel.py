@@ -61,19 +61,17 @@ def plan_of_config(world_size: int):
     Raises:
         UserError: it can't be had.
     """
-    # One process has nobody to share with: the same run, without the machinery (unless torchrun gives it a group).
+    # One process has nobody to share with: the same run, without the machinery, unless a launcher gives it a group.
     several = world_size > 1 or dist.started_by_launcher()
     if not cfg.FSDP.ENABLED:
         return Replicated if several else Single
     if cfg.FSDP.CPU_OFFLOAD and dist.device_type() == "cpu":
         raise UserError("FSDP.CPU_OFFLOAD: True needs GPUs; on the CPU the weights are in host memory anyway")
-    if cfg.FSDP.BACKEND == "torch":
-        return Sharded if several else Single
-    FairScaleSharded.check()
-    for key in ("CPU_OFFLOAD", "SHARD_SIZE"):
-        if cfg.FSDP[key]:
-            raise UserError(f"FSDP.{key}: {cfg.FSDP[key]} needs FSDP.BACKEND torch")
-    return FairScaleSharded if several else Single
+    if not several:
+        return Single
+    plan = {"torch": Sharded, "fairscale": FairScaleSharded}[cfg.FSDP.BACKEND]
+    plan.check()
+    return plan
 
 
 def describe() -> str:

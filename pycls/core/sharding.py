@@ -8,6 +8,7 @@ from torch import nn
 
 from pycls.core import distributed as dist
 from pycls.core.config import cfg
+from pycls.core.errors import UserError
 from pycls.core.placement import Single, State, give_values, repeated_blocks
 
 
@@ -17,6 +18,14 @@ class Sharded(Single):
 
     name = "fully sharded (torch)"
     shards = True
+
+    @staticmethod
+    def check() -> None:
+        """Raises UserError where this plan can't be had."""
+        if not can_shard(dist.device_type()):
+            raise UserError(
+                f"FSDP.ENABLED: True needs PyTorch 2.7 or newer on the CPU, and this is {torch.__version__}; use False"
+            )
 
     def cast(self, model: nn.Module) -> nn.Module:
         # The shards are the fp32 master weights; what is gathered from them is cast.
@@ -74,6 +83,11 @@ class Sharded(Single):
 
         named = _by_name(state, self.raw, optimizer)
         set_optimizer_state_dict(self.raw, optimizer, named, options=_options(whole))
+
+
+def can_shard(device_type: str) -> bool:
+    """Whether this PyTorch's fully_shard works on the device: it records events, which CPU streams learned late."""
+    return device_type != "cpu" or hasattr(torch.cpu.Stream, "record_event")
 
 
 def _options(whole: bool, **options):

@@ -28,6 +28,9 @@ class FairScaleSharded(Single):
             raise UserError("FSDP.BACKEND: fairscale needs CUDA streams, which a CPU has not; use FSDP.BACKEND torch")
         if importlib.util.find_spec("fairscale") is None:
             raise UserError("FSDP.BACKEND: fairscale is not installed: pip install fairscale, or FSDP.BACKEND torch")
+        for key in ("CPU_OFFLOAD", "SHARD_SIZE"):
+            if cfg.FSDP[key]:
+                raise UserError(f"FSDP.{key}: {cfg.FSDP[key]} needs FSDP.BACKEND torch")
 
     def cast(self, model: nn.Module) -> nn.Module:
         # The shards are the fp32 master weights; what is gathered from them is cast.

@@ -84,6 +84,12 @@ def test_a_mistake_gives_one_line_and_exit_code_2(command, name):
     assert len(lines) == 1 and lines[0].startswith("pycls: error: ") and message in lines[0]
 
 
+def test_sharding_is_refused_where_this_pytorch_cannot(command, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "Stream", object)
+    code, output = command("--mode", "info", "--cfg", "{cfg}", "FSDP.ENABLED", "True", "NUM_GPUS", "2")
+    assert code == 2 and "FSDP.ENABLED: True needs PyTorch 2.7" in output.err
+
+
 def test_info_prints_model_counts_and_plan(command):
     code, output = command("--mode", "info", "--cfg", "{cfg}", "TRAIN.MIXED_PRECISION", "True", "NUM_GPUS", "2")
     assert code == 0
