@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from pycls.core.config import cfg
 from pycls.core.errors import UserError, look_up
+from pycls.models import attention as attentions
 from pycls.models.blocks import drop_path
 from pycls.models.layers import Act, Chain, Conv, LayerNorm, Linear, Norm2d, Patchify, Spec
 
@@ -36,16 +37,6 @@ _LAYOUTS = {
     "batch_second": Layout(1, 0, (1, 2, 0, 3), (2, 0, 1, 3), (2, 4, 0, 1, 3, 5)),
     "batch_first": Layout(0, 1, (0, 2, 1, 3), (0, 2, 1, 3), (0, 2, 4, 1, 3, 5)),
 }
-
-
-def _math_attention(q, k, v):
-    """The formula, step by step: the reference that the fast kernels are held to."""
-    # Scaled before the product, which fp16 could not hold otherwise.
-    logits = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-    return logits.softmax(dim=-1) @ v
-
-
-_ATTENTIONS: Dict[str, Callable] = {"sdpa": F.scaled_dot_product_attention, "math": _math_attention}
 
 # ------------------------------------------------------------------------ modules
 
@@ -242,7 +233,7 @@ class ViT(nn.Module):
         d, tokens = p["hidden_d"], token_count(p)
         layout, attention = (
             look_up(_LAYOUTS, p["layout"], "VIT.LAYOUT"),
-            look_up(_ATTENTIONS, p["attention"], "VIT.ATTENTION"),
+            look_up(attentions.KERNELS, p["attention"], "VIT.ATTENTION"),
         )
         rates = [p["drop_path"] * i / max(p["n_layers"] - 1, 1) for i in range(p["n_layers"])]
         blocks = {

@@ -25,7 +25,7 @@ def test_each_row_changes_only_what_it_says():
 
 def test_everything_is_all_of_ours_and_the_baseline_none():
     words = ladder.words_of("everything", TABLE)
-    assert (words["VIT.ATTENTION"], words["OPTIM.FUSED"], words["COMPILE.ENABLED"]) == ("sdpa", True, True)
+    assert (words["VIT.ATTENTION"], words["OPTIM.FUSED"], words["COMPILE.ENABLED"]) == ("auto", True, True)
     assert (words["VIT.CLASSIFIER_TYPE"], words["PRECISION.MODE"], words["TRAIN.BATCH_SIZE"]) == ("pooled", "bf16", 560)
     assert ladder.words_of("baseline", TABLE)["PRECISION.MODE"] == "amp_fp16"
     assert ladder.words_of("baseline", ladder.rows("cpu", 1))["PRECISION.MODE"] == "fp32"

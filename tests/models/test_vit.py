@@ -7,7 +7,8 @@ import torch
 
 from pycls.core import config, net
 from pycls.core.errors import UserError
-from pycls.models.vit import _ATTENTIONS, ViT, resize_pos_embedding, sincos_embedding
+from pycls.models import attention as attentions
+from pycls.models.vit import ViT, resize_pos_embedding, sincos_embedding
 
 SMALL = ["TRAIN.IM_SIZE", 32, "VIT.PATCH_SIZE", 8, "VIT.HIDDEN_DIM", 32, "VIT.MLP_DIM", 48, "VIT.NUM_HEADS", 4,
          "VIT.NUM_LAYERS", 2]  # fmt: skip
@@ -39,7 +40,7 @@ def test_layouts_and_attentions_agree(fresh_cfg, stem, classifier, registers):
     words = [*STEMS[stem], "VIT.CLASSIFIER_TYPE", classifier, "VIT.REGISTERS", registers]
     images, state, results = torch.randn(3, 3, 32, 32).double(), None, []
     for layout in ("batch_second", "batch_first"):
-        for attention in ("sdpa", "math"):
+        for attention in attentions.KERNELS:
             model = filled(build(*words, "VIT.LAYOUT", layout, "VIT.ATTENTION", attention))
             state = state or model.state_dict()
             model.load_state_dict(state)
@@ -62,7 +63,54 @@ def test_tokens_are_contiguous_between_blocks(fresh_cfg, stem, classifier, layou
 
 def test_the_attention_formula_stays_finite_in_fp16(fresh_cfg):
     q = torch.full((1, 1, 3, 64), 40.0, dtype=torch.float16)
-    assert _ATTENTIONS["math"](q, q, q).isfinite().all()
+    assert attentions.formula(q, q, q).isfinite().all()
+
+
+def test_unfused_attention_has_the_gradients_of_the_formula():
+    q, k, v = (torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    torch.autograd.gradcheck(attentions.unfused, (q, k, v))
+    # As the model hands them over: views into one tensor whose channels are apart.
+    packed = torch.randn(5, 2, 3, 3, 4, dtype=torch.float64, requires_grad=True)
+    gradients = []
+    for kernel in (attentions.unfused, attentions.formula):
+        out = kernel(*(t.permute(1, 2, 0, 3) for t in packed.unbind(2)))
+        gradients.append(torch.autograd.grad(out.permute(2, 0, 1, 3).sin().sum(), packed)[0])
+    assert torch.allclose(*gradients, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+def test_unfused_attention_is_as_exact_in_bf16_as_the_fused_kernel(spread):
+    # With logits in bf16, as the plain formula has them, the wider spread costs several times the error.
+    torch.manual_seed(0)
+    q, k, v = (spread * torch.randn(2, 4, 49, 64).bfloat16() for _ in range(3))
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    errors = {}
+    for name in ("sdpa", "unfused", "math"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = attentions.KERNELS[name](q, k, v)
+        assert out.dtype is torch.bfloat16
+        errors[name] = float((out - exact).norm() / exact.norm())
+    assert errors["unfused"] < min(0.004, 1.5 * errors["sdpa"]) and errors["unfused"] < errors["math"]
+
+
+def test_unfused_attention_compiles_into_one_graph(fresh_cfg):
+    model = build("VIT.ATTENTION", "unfused")
+    block, x = model.encoder.block_0, torch.randn(17, 3, 32)
+    results = []
+    for call in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        block.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            call(x).sin().sum().backward()
+        results.append([p.grad.clone() for p in block.parameters()])
+    for eager, compiled in zip(*results):
+        assert torch.allclose(eager, compiled, rtol=0, atol=1e-2 * float(eager.abs().max()))
+
+
+def test_auto_attention_takes_products_in_bf16_on_the_cpu_only(monkeypatch):
+    monkeypatch.setattr(attentions, "unfused", lambda q, k, v: "unfused")
+    q = torch.randn(1, 2, 5, 4)
+    assert attentions.automatic(*3 * [q.bfloat16()]) == "unfused"
+    assert torch.equal(attentions.automatic(q, q, q), torch.nn.functional.scaled_dot_product_attention(q, q, q))
 
 
 def test_attention_is_torchs_multi_head_attention(fresh_cfg):
