@@ -1,5 +1,6 @@
 """What a figure was measured on: devices, clocks, versions, and how fast the machine multiplies matrices."""
 
+import ctypes
 import hashlib
 import itertools
 import os
@@ -63,6 +64,21 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return f"{names[0] if names else platform.machine()} ({os.cpu_count()} cores)"
+
+
+def keep_freed_memory() -> bool:
+    """Makes the C library keep freed memory for the next step; returns whether it will.
+
+    A step on the CPU allocates and frees the same large tensors as the last one. By default glibc maps each anew, and
+    the system clears it page by page: 3 to 10% of a step. A user's own settings (MALLOC_..., GLIBC_TUNABLES) stay, and
+    other C libraries do as they like.
+    """
+    own = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    if own or platform.libc_ver()[0] != "glibc":
+        return False
+    trim_threshold, mmap_max = -1, -4  # Numbers of mallopt(3): never give back, nothing from mmap.
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, -1))
 
 
 def facts(device: torch.device) -> Dict:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pycls.core import distributed as dist
+from pycls.core import hardware
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
 from pycls.core.placement import Replicated, Single, repeated_blocks
@@ -91,6 +92,8 @@ def prepare(model: nn.Module, ema: Optional[nn.Module], precision: Precision) ->
     if cfg.BN.SYNC and world_size > 1:
         model = synchronised(model, precision.device.type)
         ema = synchronised(ema, precision.device.type) if ema is not None else None
+    if precision.device.type == "cpu":
+        hardware.keep_freed_memory()
     _checkpoint_activations(model)
     _compile(model)
     return plan(model, ema, precision)

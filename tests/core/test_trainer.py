@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pycls.core import builders, logging, parallel, trainer
+from pycls.core import builders, logging, sharding, trainer
 from pycls.core.interrupt import StopRequest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -39,7 +39,7 @@ def records(out_dir, kind):
 
 
 ONE = ("OPTIM.MAX_EPOCH", 1)
-needs_sharding = pytest.mark.skipif(not parallel.can_shard("cpu"), reason="sharding on the CPU needs PyTorch 2.7")
+needs_sharding = pytest.mark.skipif(not sharding.can_shard("cpu"), reason="sharding on the CPU needs PyTorch 2.7")
 
 
 def test_same_seed_gives_the_same_bits_whatever_the_workers(train):
@@ -105,7 +105,7 @@ def test_a_run_goes_on_with_another_number_of_processes(train, first, then):
 def test_test_mode_repeats_the_error_of_training(train, run_tool, tiny_run, tmp_path):
     out_dir, _ = train("run", *ONE)
     found = []
-    for processes, sharded in ((1, False), (2, False), (2, parallel.can_shard("cpu")), (1, False)):
+    for processes, sharded in ((1, False), (2, False), (2, sharding.can_shard("cpu")), (1, False)):
         done = run_tool("run_net.py", "--mode", "test", "--cfg", tiny_run, "OUT_DIR", tmp_path / f"test{len(found)}",
                         "TEST.WEIGHTS", out_dir / "model.pyth", "NUM_GPUS", processes,
                         "FSDP.ENABLED", sharded)  # fmt: skip
