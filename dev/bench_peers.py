@@ -1,36 +1,40 @@
 #!/usr/bin/env python3
 """Trains the same ViT shapes through ours and other libraries, in turns within one run; prints images/s and ratios.
 
-    dev/bench_peers.py [--shapes S16 B16] [--batch 16] [--modes fp32 bf16] [--compiled] [--rounds 3] [--out DIR]
+    dev/bench_peers.py [--shapes S16 B16] [--batch 16] [--modes fp32 bf16] [--compiled] [--rounds 5] [--out DIR]
+                       [--only ours timm ...] [--pycls DIR]
 
-A library that can't be imported here is shown as such. The step is forward, cross entropy, backward and AdamW (torch's
-default for the others, fused for ours) on synthetic images of 224 pixels.
+Every library gets a process of its own, so that none profits or suffers from another's settings, and they take turns:
+one step that is not counted, then `--steps` timed ones. The step is the same for all: forward (fp32, or bf16 autocast),
+cross entropy in fp32, backward, and torch's fused AdamW, on synthetic images of 224 pixels. Each library builds its
+usual class with its fused attention; the table says which parameters and attention kernels that came to. A library
+that can't be imported is shown as such. `--pycls` adds PyCls itself, from a checkout in DIR.
 """
 
 import argparse
-import importlib
 import json
+import multiprocessing
 import os
 import statistics
 import sys
+from typing import Dict, List
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
-
-import torch
-from torch import nn
-
-from pycls.core import config, hardware
-from pycls.core.clock import clock_for
-from pycls.models.vit import ViT
 
 # Width, layers, heads, MLP width.
 SHAPES = {"S16": (384, 12, 6, 1536), "B16": (768, 12, 12, 3072), "L16": (1024, 24, 16, 4096), "tiny": (32, 2, 2, 64)}
 CLASSES, SIDE, PATCH = 1000, 224, 16
 
+# ------------------------------------------------------------------------ the models
+
 
 def ours(shape, classifier="pooled"):
     """Our ViT, as the optimised configs have it."""
+    sys.path.insert(0, ROOT)
+    from pycls.core import config, hardware
+    from pycls.models.vit import ViT
+
+    hardware.keep_freed_memory()
     width, layers, heads, mlp = shape
     with config.temporary_cfg() as cfg:
         cfg.merge_from_list(["MODEL.NUM_CLASSES", CLASSES, "VIT.HIDDEN_DIM", width, "VIT.MLP_DIM", mlp, "LN.EPS", 1e-6])
@@ -38,20 +42,26 @@ def ours(shape, classifier="pooled"):
         return ViT()
 
 
+def ours_with_class_token(shape):
+    """Our ViT with the classifier of the other libraries."""
+    return ours(shape, "token")
+
+
 def of_transformers(shape):
     """transformers' ViTForImageClassification."""
-    transformers = importlib.import_module("transformers")
+    import transformers
+    from torch import nn
+
     width, layers, heads, mlp = shape
     settings = transformers.ViTConfig(
         hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=mlp,
-        num_labels=CLASSES,        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        num_labels=CLASSES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
     )  # fmt: skip
-    model = transformers.ViTForImageClassification(settings)
 
     class Logits(nn.Module):
         def __init__(self):
             super().__init__()
-            self.model = model
+            self.model = transformers.ViTForImageClassification(settings)
 
         def forward(self, images):
             return self.model(images).logits
@@ -61,85 +71,181 @@ def of_transformers(shape):
 
 def of_timm(shape):
     """timm's VisionTransformer."""
-    module = importlib.import_module("timm.models.vision_transformer")
+    from timm.layers import set_fused_attn
+    from timm.models.vision_transformer import VisionTransformer
+
+    set_fused_attn(True)
     width, layers, heads, mlp = shape
-    return module.VisionTransformer(
-        embed_dim=width, depth=layers, num_heads=heads, mlp_ratio=mlp / width, num_classes=CLASSES
-    )
+    return VisionTransformer(embed_dim=width, depth=layers, num_heads=heads, mlp_ratio=mlp / width, num_classes=CLASSES)
 
 
 def of_torchvision(shape):
     """torchvision's VisionTransformer."""
-    module = importlib.import_module("torchvision.models.vision_transformer")
+    from torchvision.models.vision_transformer import VisionTransformer
+
     width, layers, heads, mlp = shape
-    return module.VisionTransformer(SIDE, PATCH, layers, heads, width, mlp, num_classes=CLASSES)
+    return VisionTransformer(SIDE, PATCH, layers, heads, width, mlp, num_classes=CLASSES)
 
 
-PEERS = {"ours": ours, "transformers": of_transformers, "timm": of_timm, "torchvision": of_torchvision}
+def of_pycls(shape, checkout=""):
+    """PyCls's ViT, from a checkout."""
+    if not checkout:
+        raise ImportError("no checkout; see --pycls")
+    sys.path.insert(0, checkout)
+    from pycls.core.config import cfg
+    from pycls.models.vit import ViT
+
+    width, layers, heads, mlp = shape
+    cfg.merge_from_list(["MODEL.TYPE", "vit", "MODEL.NUM_CLASSES", CLASSES, "TRAIN.IM_SIZE", SIDE, "LN.EPS", 1e-6])
+    cfg.merge_from_list(["VIT.HIDDEN_DIM", width, "VIT.MLP_DIM", mlp, "VIT.NUM_LAYERS", layers, "VIT.NUM_HEADS", heads])
+    cfg.merge_from_list(["VIT.PATCH_SIZE", PATCH, "VIT.CLASSIFIER_TYPE", "token"])
+    return ViT()
+
+
+# Name -> what builds it, and what the head reads.
+LIBRARIES = {
+    "ours": (ours, "mean of tokens"),
+    "ours, class token": (ours_with_class_token, "class token"),
+    "timm": (of_timm, "class token"),
+    "torchvision": (of_torchvision, "class token"),
+    "transformers": (of_transformers, "class token"),
+    "pycls": (of_pycls, "class token"),
+}
+
+# -------------------------------------------------------- one library, in its own process
 
 
 class Trainee:
     """A model with its optimizer, trained one step at a time on the same images."""
 
-    def __init__(self, name, model, mode, compiled, device, batch):
-        self.model = model.to(device).train()
-        if compiled:
-            self._compile(name)
-        fused = {"fused": True} if name == "ours" else {}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, **fused)
-        self.mode, self.device, self.clock = mode, device, clock_for(device)
+    def __init__(self, model, mode, compiled, device, batch):
+        import torch
+
+        self.torch, self.model, self.mode = torch, model.to(device).train(), mode
+        self.device, self.compiled = torch.device(device), compiled
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.images = torch.rand(batch, 3, SIDE, SIDE, device=device)
         self.labels = torch.arange(batch, device=device) % CLASSES
+        self.facts = {"parameters": sum(p.numel() for p in model.parameters()), "attention": self._attention()}
+        if compiled:
+            # Ours block by block, as COMPILE.ENABLED does; the others have no such way, and are compiled whole.
+            for module in getattr(model, "repeated_blocks", lambda: [model])():
+                module.compile()
 
-    def _compile(self, name):
-        if name == "ours":
-            for block in self.model.repeated_blocks():
-                block.compile()
-        else:
-            self.model.compile()
+    def _loss(self):
+        with self.torch.autocast(self.device.type, dtype=self.torch.bfloat16, enabled=self.mode == "bf16"):
+            logits = self.model(self.images)
+        return self.torch.nn.functional.cross_entropy(logits.float(), self.labels)
+
+    def _attention(self) -> str:
+        """The attention kernel that a forward pass really calls."""
+        with self.torch.profiler.profile(activities=[self.torch.profiler.ProfilerActivity.CPU]) as profile:
+            self._loss()
+        names = {event.key.removeprefix("aten::") for event in profile.key_averages()}
+        fused = [name for name in names if name.startswith("_scaled_dot_product_") and name.count("_") > 3]
+        softmax = "_softmax" in names or "softmax" in names
+        return ", ".join(sorted(fused)) or ("softmax of products" if softmax else "unknown")
 
     def step(self) -> float:
         """Trains one step; returns its seconds."""
-        start = self.clock.mark()
+        from time import perf_counter
+
+        start = perf_counter()
         self.optimizer.zero_grad()
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.mode == "bf16"):
-            loss = nn.functional.cross_entropy(self.model(self.images).float(), self.labels)
-        loss.backward()
+        self._loss().backward()
         self.optimizer.step()
-        end = self.clock.mark()
-        self.clock.finish()
-        return self.clock.seconds(start, end)
+        if self.device.type == "cuda":
+            self.torch.cuda.synchronize()
+        return perf_counter() - start
+
+    def release(self) -> None:
+        """Gives memory that is cached for later steps back, so that the others have it in their turns."""
+        if self.device.type == "cuda":
+            self.torch.cuda.empty_cache()
+        else:
+            _trim_heap()
 
 
-def compare(shape, mode, compiled, device, batch, rounds, steps):
-    """{library: median images/s, or the reason why it is missing}, measured in turns."""
-    trainees, results = {}, {}
-    for name, build in PEERS.items():
-        try:
-            trainees[name] = Trainee(name, build(shape), mode, compiled, device, batch)
-        except (ImportError, RuntimeError) as error:
-            results[name] = f"not here: {str(error).splitlines()[0]}"
-    times = {name: [] for name in trainees}
-    for trainee in trainees.values():
+def _trim_heap() -> None:
+    """Returns freed memory to the system (glibc only; elsewhere a matter of the allocator)."""
+    import ctypes
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
+
+
+def take_turns(connection, build, arguments, settings) -> None:
+    """A library's process: says what it trains or why it can't, then answers numbers of steps with their seconds."""
+    try:
+        trainee = Trainee(build(*arguments), **settings)
         trainee.step()
-    for _ in range(rounds):
-        for name, trainee in trainees.items():
-            times[name] += [trainee.step() for _ in range(steps)]
-    return {**{name: batch / statistics.median(seconds) for name, seconds in times.items()}, **results}
+    except (ImportError, RuntimeError) as error:
+        connection.send(f"not here: {str(error).splitlines()[0]}")
+        return
+    connection.send(trainee.facts)
+    while steps := connection.recv():
+        trainee.step()
+        connection.send([trainee.step() for _ in range(steps)])
+        trainee.release()
 
 
-def table(rows) -> str:
-    """The results as a markdown table with ratios to the best other library."""
-    lines = [
-        f"| shape | mode | {' | '.join(PEERS)} | ours / best other |",
-        f"| --- | --- |{' ---: |' * (len(PEERS) + 1)}",
-    ]
+# ----------------------------------------------------------------------- the comparison
+
+
+def compare(shape: str, mode: str, args) -> Dict:
+    """One row: {shape, mode, libraries: {name: facts, seconds and images/s, or the reason why it is missing}}."""
+    spawn, libraries, workers = multiprocessing.get_context("spawn"), {}, {}
+    settings = {"mode": mode, "compiled": args.compiled, "device": args.device, "batch": args.batch}
+    for name in args.only or LIBRARIES:
+        build, head = LIBRARIES[name]
+        arguments = (SHAPES[shape], args.pycls) if name == "pycls" else (SHAPES[shape],)
+        connection, theirs = spawn.Pipe()
+        process = spawn.Process(target=take_turns, args=(theirs, build, arguments, settings), daemon=True)
+        process.start()
+        theirs.close()
+        # One after the other, since compilers want all cores.
+        facts = _answer(connection)
+        if isinstance(facts, str):
+            libraries[name] = {"missing": facts}
+        else:
+            libraries[name] = {**facts, "head": head, "seconds": []}
+            workers[name] = (process, connection)
+    for _ in range(args.rounds):
+        for name, (_, connection) in workers.items():
+            connection.send(args.steps)
+            libraries[name]["seconds"] += _answer(connection)
+    for name, (process, connection) in workers.items():
+        connection.send(0)
+        process.join()
+        libraries[name]["images_per_second"] = args.batch / statistics.median(libraries[name]["seconds"])
+    return {"shape": shape, "mode": mode + (" compiled" if args.compiled else ""), "libraries": libraries}
+
+
+def _answer(connection):
+    try:
+        return connection.recv()
+    except EOFError:
+        return "not here: its process ended without a word"
+
+
+def table(rows: List[Dict]) -> str:
+    """The results as a markdown table, with the speed of ours over each library's."""
+    lines = ["| shape | mode | library | images/s | min to max | ours is | parameters | head reads | attention |",
+             "| --- | --- | --- | ---: | --- | ---: | ---: | --- | --- |"]  # fmt: skip
     for row in rows:
-        speeds = row["images_per_second"]
-        others = [v for n, v in speeds.items() if n != "ours" and isinstance(v, float)]
-        ratio = f"{speeds['ours'] / max(others):.2f}" if others else "no other"
-        cells = [f"{v:.2f}" if isinstance(v, float) else v for v in (speeds[name] for name in PEERS)]
-        lines.append(f"| {row['shape']} | {row['mode']} | {' | '.join(cells)} | {ratio} |")
+        speed = row["libraries"].get("ours", {}).get("images_per_second")
+        for name, result in row["libraries"].items():
+            start = f"| {row['shape']} | {row['mode']} | {name} |"
+            if "missing" in result:
+                lines.append(f"{start} {result['missing']} | | | | | |")
+                continue
+            speeds = [result["images_per_second"] / s * statistics.median(result["seconds"]) for s in result["seconds"]]
+            ratio = f"{speed / result['images_per_second']:.2f} x" if speed else ""
+            lines.append(
+                f"{start} {result['images_per_second']:.2f} | {min(speeds):.2f} to {max(speeds):.2f} | {ratio} | "
+                f"{result['parameters']:,} | {result['head']} | {result['attention']} |"
+            )
     return "\n".join(lines)
 
 
@@ -147,29 +253,50 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["S16"], choices=list(SHAPES))
     parser.add_argument("--modes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--only", nargs="+", choices=list(LIBRARIES), help="these libraries (default: all)")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2, help="steps of each library per round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of each library per round")
     parser.add_argument("--compiled", action="store_true", help="compile every model (ours block by block)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="", help="cuda or cpu; default: cuda if there is a GPU")
+    parser.add_argument("--pycls", metavar="DIR", default="", help="a checkout of PyCls, to train its ViT as well")
     parser.add_argument("--out", metavar="DIR", help="also write peers.json and peers.md there")
     args = parser.parse_args()
-    device, rows = torch.device(args.device), []
+    sys.path.insert(0, ROOT)
+    import torch
+
+    from pycls.core import hardware
+
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
     for shape in args.shapes:
         for mode in args.modes:
-            speeds = compare(SHAPES[shape], mode, args.compiled, device, args.batch, args.rounds, args.steps)
-            rows.append(
-                {"shape": shape, "mode": mode + (" compiled" if args.compiled else ""), "images_per_second": speeds}
-            )
-            print(rows[-1], flush=True)
-    text = f"images/s, batch {args.batch}, medians of {args.rounds * args.steps} steps taken in turns, on "
-    text += f"{hardware.device_name(device)}, torch {torch.__version__}\n\n{table(rows)}\n"
+            rows.append(compare(shape, mode, args))
+            print(table(rows[-1:]), flush=True)
+    text = (
+        f"Training, batch {args.batch}, {SIDE} px, fused AdamW; medians of {args.rounds} x {args.steps} steps, taken "
+    )
+    text += f"in turns, on {hardware.device_name(torch.device(args.device))}, {torch.get_num_threads()} threads, "
+    text += f"torch {torch.__version__}, {versions()}\n\n{table(rows)}\n"
     print(text)
     if args.out:
         os.makedirs(args.out, exist_ok=True)
         for name, content in (("peers.json", json.dumps(rows, indent=1)), ("peers.md", text)):
             with open(os.path.join(args.out, name), "w", encoding="utf-8") as f:
                 f.write(content)
+
+
+def versions() -> str:
+    """The installed versions of the other libraries."""
+    from importlib import metadata
+
+    found = []
+    for name in ("timm", "torchvision", "transformers"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found) or "no other library"
 
 
 if __name__ == "__main__":
