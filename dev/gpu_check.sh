@@ -40,7 +40,7 @@ if [ -n "$tiny" ]; then
     small="VIT.NUM_LAYERS 2 VIT.HIDDEN_DIM 64 VIT.MLP_DIM 128 VIT.NUM_HEADS 4 PREC_TIME.NUM_ITER 1 PREC_TIME.WARMUP_ITER 0"
     # shellcheck disable=SC2086
     ladder H16 --cfg configs/vit/ViT-H16_baseline_224.yaml --steps baseline sdpa fp16 --rounds 1 --batch 2 --larger-batch 2 $small
-    step "other libraries" 120 "$python" dev/bench_peers.py --shapes tiny --batch 2 --rounds 1 --steps 1 --device "$device" --out "$work/peers"
+    step "other libraries" 120 "$python" dev/bench_peers.py --shapes tiny --modes bf16 --batch 2 --rounds 1 --steps 1 --device "$device" --out "$work/peers"
 else
     step "CUDA tests" 90 "$python" -m pytest -q -m cuda tests/core/test_cuda.py
     ladder H16 --cfg configs/vit/ViT-H16_baseline_224.yaml \
@@ -51,7 +51,7 @@ else
     ladder B16 --cfg configs/vit/ViT-B16_baseline_224.yaml --steps baseline fused everything \
         --rounds 1 --batch 512 --larger-batch 1024 PREC_TIME.NUM_ITER 10
     step "other libraries" 120 "$python" dev/bench_peers.py --shapes B16 L16 --modes bf16 --compiled --batch 256 --rounds 2 \
-        --steps 5 --device "$device" --out "$work/peers"
+        --steps 5 --only ours timm torchvision transformers --device "$device" --out "$work/peers"
 fi
 if [ -f "$work/peers/peers.json" ]; then cp "$work/peers/peers.json" "$out/peers.json"; fi
 echo "gpu_check: results in $out: $(ls "$out" | tr '\n' ' ')"
