@@ -279,8 +279,8 @@ class ViT(nn.Module):
             self.pos_embedding = nn.Parameter(positions)
         else:
             self.register_buffer("pos_embedding", positions, persistent=False)
-        attentions = [m for m in self.modules() if isinstance(m, MultiheadAttention)]
-        for module in (self.stem, *attentions, *self.repeated_blocks(), self):
+        within = [m for m in self.modules() if isinstance(m, MultiheadAttention)]
+        for module in (self.stem, *within, *self.repeated_blocks(), self):
             module.reset_parameters()
 
     def reset_parameters(self):

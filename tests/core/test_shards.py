@@ -44,7 +44,8 @@ dcp.FileSystemWriter = Writer
 
 def test_a_rank_that_dies_while_saving_loses_nothing(train, run_tool, tiny_run, tmp_path):
     (tmp_path / "die.py").write_text(DIE_WHILE_SAVING)
-    train("broken", *SHARDED, code=9, flags=("--plugin", tmp_path / "die.py"))
+    _, done = train("broken", *SHARDED, code=9, flags=("--plugin", tmp_path / "die.py"))
+    assert "Traceback" not in done.stderr
     broken, done = train("broken", *SHARDED)
     assert "Resuming from" in done.stdout and not list((broken / "checkpoints").glob(".*"))
     whole, _ = train("whole", *SHARDED)
