@@ -191,6 +191,8 @@ def time_config() -> Dict:
         **_figures(precision, times, test, train, train_batch, test_batch),
         "first_step_seconds": first_step,
         "peak_memory_mb": memory,
+        # What tools/plan.py --calibrate needs to predict the same step.
+        "config": cfg.dump(),
     }
     if cfg.TIME.SWEEP_BATCH:
         report["sweep"] = sweep_batch(timed)

@@ -6,7 +6,7 @@ import itertools
 import os
 import platform
 import subprocess
-from typing import Dict, Optional
+from typing import Dict, NamedTuple, Optional
 
 import torch
 
@@ -21,6 +21,38 @@ _VENDOR_PEAKS = {
     "H100": {"fp32": 67.0, "tf32": 494.5, "fp16": 989.0, "bf16": 989.0},
     "H200": {"fp32": 67.0, "tf32": 494.5, "fp16": 989.0, "bf16": 989.0},
     "B200": {"fp32": 80.0, "tf32": 1125.0, "fp16": 2250.0, "bf16": 2250.0},
+}
+
+
+class Gpu(NamedTuple):
+    """A device as the planner knows it.
+
+    Attributes:
+        name: as in torch's device name. peaks: dense TFLOP/s by arithmetic. memory: GiB. bandwidth: of that memory, TB/s.
+        nvlink: GB/s one way, inside a node. network: GB/s one way between nodes of 8, as such nodes usually had it.
+        matrix: share of the peak that the best published matrix products reach. processors: streaming multiprocessors.
+    """
+
+    name: str
+    peaks: Dict[str, float]
+    memory: float
+    bandwidth: float
+    nvlink: float
+    network: float
+    matrix: float
+    processors: int
+
+
+# Data sheets; network: one 100 Gb/s card (V100), 400 Gb/s (A100 40 GB, as cloud machines had it), a 200 Gb/s card per GPU
+# (A100 80 GB), a 400 Gb/s card per GPU since. Matrix products: S. Bekman, "Machine Learning Engineering", accelerators.
+GPUS = {
+    "v100-16": Gpu("V100", _VENDOR_PEAKS["V100"], 16, 0.90, 150, 12.5, 0.76, 80),
+    "v100-32": Gpu("V100", _VENDOR_PEAKS["V100"], 32, 0.90, 150, 12.5, 0.76, 80),
+    "a100-40": Gpu("A100", _VENDOR_PEAKS["A100"], 40, 1.555, 300, 50, 0.87, 108),
+    "a100-80": Gpu("A100", _VENDOR_PEAKS["A100"], 80, 2.039, 300, 200, 0.87, 108),
+    "h100": Gpu("H100", _VENDOR_PEAKS["H100"], 80, 3.35, 450, 400, 0.80, 132),
+    "h200": Gpu("H200", _VENDOR_PEAKS["H200"], 141, 4.8, 450, 400, 0.80, 132),
+    "b200": Gpu("B200", _VENDOR_PEAKS["B200"], 180, 8.0, 900, 400, 0.78, 148),
 }
 _CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 
@@ -50,6 +82,28 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     clock.finish()
     best = min(clock.seconds(x, y) for x, y in list(itertools.pairwise(marks))[2:])
     return 2 * size**3 / best / 1e12
+
+
+def this_cpu() -> Gpu:
+    """This machine's CPU in the planner's terms, measured in a few seconds; processes of one machine share it."""
+    device = torch.device("cpu")
+    peaks = {name: measure_peak(device, dtype) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    bandwidth = _measure_bandwidth()
+    return Gpu(device_name(device), peaks, memory, bandwidth, 1e3 * bandwidth / 4, 1.25, 1.0, 1)
+
+
+def _measure_bandwidth() -> float:
+    """TB/s of a copy in this machine's memory, reading and writing both counted."""
+    source, target = torch.ones(2**25), torch.empty(2**25)
+    clock, marks = clock_for(source.device), []
+    for _ in range(6):
+        marks.append(clock.mark())
+        target.copy_(source)
+    marks.append(clock.mark())
+    clock.finish()
+    best = min(clock.seconds(x, y) for x, y in list(itertools.pairwise(marks))[1:])
+    return 2 * source.numel() * source.element_size() / best / 1e12
 
 
 def device_name(device: torch.device) -> str:

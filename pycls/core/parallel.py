@@ -23,7 +23,7 @@ from pycls.core.sync_norm import synchronised
 # ------------------------------------------------------- before the model is spread
 
 
-def _checkpoint_activations(model: nn.Module) -> None:
+def checkpoint_activations(model: nn.Module) -> None:
     """Recomputes activations in the backward pass: all of a block's, or all but those of matrix products."""
     if cfg.ACT_CHECKPOINT == "none":
         return
@@ -94,6 +94,6 @@ def prepare(model: nn.Module, ema: Optional[nn.Module], precision: Precision) ->
         ema = synchronised(ema, precision.device.type) if ema is not None else None
     if precision.device.type == "cpu":
         hardware.keep_freed_memory()
-    _checkpoint_activations(model)
+    checkpoint_activations(model)
     _compile(model)
     return plan(model, ema, precision)

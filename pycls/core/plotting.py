@@ -178,3 +178,79 @@ def plot_epoch_times(entries: Sequence[Dict], title: str, out_path: str) -> str:
     """Draws the hours that an epoch of ImageNet-1K (1,281,167 images) takes at each row's speed; returns out_path."""
     label = "hours per ImageNet-1K epoch (1,281,167 images) on this machine"
     return _bars(entries, title, out_path, lambda e: e["hours_per_epoch"], label, "{:.2f} h")
+
+
+# ----------------------------------------------------------------------- the planner
+
+
+def plot_plan(report: Dict, title: str, out_path: str) -> str:
+    """Draws a planner's report: speed per GPU against the number of GPUs, and memory by part for each sharding.
+
+    Returns:
+        out_path.
+    Raises:
+        UserError: out_path can't be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5.6), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    _draw_scaling(left, report)
+    _draw_memory(right, report)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{title}: prediction for {report['gpu']}", x=0.01, ha="left")
+    return _save(figure, out_path)
+
+
+def _draw_scaling(axes, report: Dict) -> None:
+    rows = [row for row in report["scaling"] if "reason" not in row]
+    gpus, speeds = [row["gpus"] for row in rows], [row["images_per_second_per_gpu"] for row in rows]
+    axes.plot(gpus, speeds, color=_COLOURS[0])
+    for fits, face, label in ((True, _COLOURS[0], "fits in memory"), (False, "white", "does not fit")):
+        chosen = [i for i, row in enumerate(rows) if row["fits"] == fits]
+        if chosen:
+            axes.plot([gpus[i] for i in chosen], [speeds[i] for i in chosen], "o", color=_COLOURS[0],
+                      markerfacecolor=face, label=label)  # fmt: skip
+    for i, row in enumerate(rows):
+        axes.annotate(f"{speeds[i]:,.0f}", (gpus[i], speeds[i]), xytext=(0, 8), textcoords="offset points", ha="center",
+                      fontsize=8)  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([row["gpus"] for row in report["scaling"]], [f"{row['gpus']:,}" for row in report["scaling"]])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1.15 * max(speeds))
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("images/s per GPU")
+    batch = f"{report['choice']['batch']} images per GPU"
+    batch = batch if report["scaling_kind"] == "weak" else f"{report['choice']['global_batch']} images in all"
+    axes.set_title(f"speed, {batch}", loc="left", fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, loc="lower left")
+
+
+def _draw_memory(axes, report: Dict) -> None:
+    checkpoint = report["choice"]["checkpoint"]
+    rows = [r for r in report["alternatives"] if r["checkpoint"] == checkpoint and "reason" not in r]
+    names = sorted({name for row in rows for name in row["parts_bytes"]},
+                   key=lambda name: -max(row["parts_bytes"].get(name, 0) for row in rows))  # fmt: skip
+    bottoms = [0.0] * len(rows)
+    for i, name in enumerate(names):
+        sizes = [row["parts_bytes"].get(name, 0) / 2**30 for row in rows]
+        axes.bar(range(len(rows)), sizes, bottom=bottoms, width=0.62, label=name,
+                 color=_COLOURS[i % len(_COLOURS)], alpha=1.0 if i < len(_COLOURS) else 0.5)  # fmt: skip
+        bottoms = [bottom + size for bottom, size in zip(bottoms, sizes)]
+    limit = report["memory"]["capacity_bytes"] / 2**30
+    for i, (row, top) in enumerate(zip(rows, bottoms)):
+        label = f"{top:.1f}" + ("" if row["fits"] else ": too much")
+        axes.text(i, top, label, ha="center", va="bottom", fontsize=9, weight="bold" if row["chosen"] else None)
+    axes.axhline(limit, color="0.25", linestyle="--", linewidth=1)
+    axes.text(len(rows) - 0.5, limit, f"{limit:.0f} GiB", ha="right", va="bottom", fontsize=9, color="0.25")
+    labels = [row["sharding"].replace(", ", ",\n") + ("\n(this config)" if row["chosen"] else "") for row in rows]
+    axes.set_xticks(range(len(rows)), labels)
+    axes.set_ylim(0, 1.1 * max(limit, *bottoms))
+    axes.set_ylabel("GiB per GPU")
+    axes.set_title(f"memory on {report['gpus']:,} GPUs, ACT_CHECKPOINT {checkpoint}", loc="left", fontsize=11)
+    axes.legend(*map(reversed, axes.get_legend_handles_labels()), frameon=False, fontsize=9, loc="center left",
+                bbox_to_anchor=(1.0, 0.5))  # fmt: skip
