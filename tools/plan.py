@@ -40,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--network", type=float, metavar="GB/S", help="between nodes, per node and one way")
     parser.add_argument("--price", type=float, default=0.0, help="per GPU and hour")
     parser.add_argument("--images", type=int, help="images per epoch (default: ImageNet-1K's 1,281,167)")
-    parser.add_argument("--scaling", choices=["weak", "strong"], default="weak", help="keep the batch per GPU, or in all")
+    parser.add_argument(
+        "--scaling", choices=["weak", "strong"], default="weak", help="keep the batch per GPU, or in all"
+    )
     parser.add_argument("--calibrate", metavar="FILE", help="timing.json of --mode time on such a device")
     parser.add_argument("--json", metavar="FILE", help="write everything to this file")
     parser.add_argument("--plot", metavar="FILE.png", help="draw speed against number of GPUs, and memory")
@@ -69,7 +71,9 @@ def _gpus_and_batch(args):
     if args.scaling == "weak":
         return gpus, cfg.TRAIN.BATCH_SIZE // cfg.NUM_GPUS
     if cfg.TRAIN.BATCH_SIZE % (gpus * cfg.OPTIM.ACCUM_ITERS):
-        raise UserError(f"TRAIN.BATCH_SIZE: {cfg.TRAIN.BATCH_SIZE} does not divide by {gpus} GPUs times OPTIM.ACCUM_ITERS")
+        raise UserError(
+            f"TRAIN.BATCH_SIZE: {cfg.TRAIN.BATCH_SIZE} does not divide by {gpus} GPUs times OPTIM.ACCUM_ITERS"
+        )
     return gpus, cfg.TRAIN.BATCH_SIZE // gpus
 
 

@@ -1,4 +1,4 @@
-"""Memory per GPU of a training step, by part and at its three worst moments.
+"""Memory per GPU of a training step, by part and at its worst moments.
 
 What is counted, per process:
 
@@ -13,8 +13,9 @@ What is counted, per process:
     workspace        what the backward pass (or the optimizer) needs beyond that at its worst
     context          CUDA's and NCCL's own
 
-The moments: `backward begins` (all activations, no gradients yet but for DDP's), `backward ends` (no activations, all
-gradients) and `optimizer step` (the kernels' temporaries). The peak is the largest of them. Activations and workspace are
+The moments: the forward pass ends (autocast still holds all its copies), backward begins (all activations, no gradients
+yet but for DDP's), runs (FSDP: a block's gradients on their way) and ends (no activations, all gradients), and the
+optimizer steps (its kernels' temporaries). The peak is the largest of them. Activations and workspace are
 traced (`pycls/core/trace.py`); everything else follows from the shapes of the weights.
 """
 
@@ -168,26 +169,40 @@ class Model:
 def _moments(choice: Choice, weights: Weights, trace: Trace) -> Dict[str, Parts]:
     standing = _standing(choice, weights)
     images = 4 * 3 * cfg.TRAIN.IM_SIZE**2 * choice.batch * (2 if choice.cuda else 1)
-    gradients, persistent, accumulated = _gradients(choice, weights)
-    gathered, reducing = _communication(choice, weights)
-    begin = {
-        **standing,
-        "gradients": persistent + (accumulated if choice.parts > 1 else 0),
-        "activations": trace.saved - trace.cast + images,
-        "16-bit copies": trace.cast,
-        "communication": gathered + reducing,
-        "workspace": trace.working,
+    gradients, kept = _gradients(choice, weights)
+    gathered, at_the_end, reducing = _communication(choice, weights)
+    before = {**standing, "gradients": kept}
+    backward = {**before, "activations": trace.saved - trace.cast + images, "16-bit copies": trace.cast,
+                "communication": gathered, "workspace": trace.working}  # fmt: skip
+    moments = {
+        "forward ends": {
+            **before,
+            "activations": trace.forward - trace.casts + images,
+            "16-bit copies": trace.casts,
+            "communication": gathered,
+        },
+        "backward begins": backward,
+        "backward ends": {
+            **standing,
+            "gradients": max(gradients, kept),
+            "activations": images,
+            "communication": at_the_end + reducing,
+            "workspace": trace.working,
+        },
+        "the optimizer steps": {
+            **standing,
+            "gradients": gradients if choice.sharded else max(gradients, kept),
+            "activations": images,
+            "workspace": _optimizer_workspace(choice, weights),
+        },
     }
-    end = {
-        **standing,
-        "gradients": max(gradients, persistent) + (accumulated if choice.parts > 1 and choice.sharded else 0),
-        "activations": images,
-        "communication": reducing,
-        "workspace": trace.working,
-    }
-    step = {**standing, "gradients": max(gradients, persistent), "activations": images,
-            "workspace": _optimizer_workspace(choice, weights)}  # fmt: skip
-    return {"backward begins": begin, "backward ends": end, "optimizer step": step}
+    if choice.sharded and weights.blocks:
+        # The first block is done: its activations are gone, its gradients are on their way.
+        freed = (trace.saved - trace.cast) // len(weights.blocks)
+        communication = gathered + reducing - (0 if choice.reshard else _element(choice) * max(weights.blocks))
+        moments["backward runs"] = {**backward, "activations": backward["activations"] - freed,
+                                    "communication": communication}  # fmt: skip
+    return moments
 
 
 def _standing(choice: Choice, weights: Weights) -> Parts:
@@ -206,12 +221,18 @@ def _standing(choice: Choice, weights: Weights) -> Parts:
     }
 
 
-def _gradients(choice: Choice, weights: Weights) -> Tuple[int, int, int]:
-    """Bytes of all gradients after a backward pass, of those that DDP keeps, and of those that accumulate."""
+def _gradients(choice: Choice, weights: Weights) -> Tuple[int, int]:
+    """Bytes of all gradients after the backward pass, and of those that are there before it: DDP keeps its buckets, and
+    the last of several accumulated passes finds the sum of the others (whole, under FSDP)."""
     if choice.sharded:
-        # Until the last of several passes gradients are whole, in the dtype that they are reduced in.
-        return (0 if choice.offload else 4 * weights.shard(choice.shards)), 0, reduced_size(choice) * weights.count
-    return weights.bytes, weights.bytes if choice.gpus > 1 else 0, weights.bytes if choice.gpus == 1 else 0
+        summed = reduced_size(choice) * weights.count if choice.parts > 1 else 0
+        return (0 if choice.offload else 4 * weights.shard(choice.shards)), summed
+    return weights.bytes, weights.bytes if choice.gpus > 1 or choice.parts > 1 else 0
+
+
+def _element(choice: Choice) -> int:
+    """Bytes of a weight that computes."""
+    return 2 if choice.half else 4
 
 
 def reduced_size(choice: Choice) -> int:
@@ -219,16 +240,17 @@ def reduced_size(choice: Choice) -> int:
     return 2 if choice.half and cfg.PRECISION.REDUCE_DTYPE == "param" else 4
 
 
-def _communication(choice: Choice, weights: Weights) -> Tuple[int, int]:
-    """Bytes of gathered weights when backward begins, and of gradients on their way. DDP reduces in place."""
+def _communication(choice: Choice, weights: Weights) -> Tuple[int, int, int]:
+    """Bytes of gathered weights when backward begins and when it ends, and of one block's gradients on their way to
+    their shards. DDP reduces in place."""
     if not choice.sharded:
-        return 0, 0
-    size = 2 if choice.half else 4
-    block = max(weights.blocks, default=weights.count)
+        return 0, 0, 0
+    size, block = _element(choice), max(weights.blocks, default=weights.count)
     rest = weights.count - sum(weights.blocks)
-    # With RESHARD_AFTER_FW: the block at work, the next one, and the buffer that the latter arrives in.
-    gathered = size * min(weights.count, rest + 3 * block) if choice.reshard else size * weights.count
-    return gathered, (size + 2 * reduced_size(choice)) * block
+    # With RESHARD_AFTER_FW: the block at work, and the buffer in which the next one arrives.
+    gathered = min(weights.count, rest + 2 * block) if choice.reshard else weights.count
+    at_the_end = min(weights.count, rest + block)
+    return size * gathered, size * at_the_end, (size + reduced_size(choice)) * block
 
 
 def _optimizer_workspace(choice: Choice, weights: Weights) -> int:
@@ -239,4 +261,4 @@ def _optimizer_workspace(choice: Choice, weights: Weights) -> int:
     if cfg.OPTIM.MTA:
         return 4 * weights.shard(choice.shards)
     largest = max(weights.tensors, key=lambda tensor: math.prod(tensor[0]))
-    return 2 * 4 * Weights([largest], 0, [], 0).shard(choice.shards)
+    return 12 * Weights([largest], 0, [], 0).shard(choice.shards)

@@ -118,17 +118,21 @@ def _main_rows(r: Dict):
     yield "model", f"{human_complexity(r['model'])}; {r['model']['image_size']} px"
     parts = f" in {c['parts']} passes" if c["parts"] > 1 else ""
     compiled = "compiled" if c["compile"] else "not compiled"
-    yield "run", (
-        f"{c['mode']}, {_sharding_name(r)}, {compiled}, ACT_CHECKPOINT {c['checkpoint']}; batch {c['batch']}{parts} per GPU, "
-        f"{c['global_batch']} in all"
+    yield (
+        "run",
+        (
+            f"{c['mode']}, {_sharding_name(r)}, {compiled}, ACT_CHECKPOINT {c['checkpoint']}; batch {c['batch']}{parts} per GPU, "
+            f"{c['global_batch']} in all"
+        ),
     )
     share = m["total_bytes"] / m["capacity_bytes"]
     fits = "fits" if m["fits"] else "DOES NOT FIT"
-    yield "memory", (
-        f"{m['total_bytes'] / GIB:.1f} of {m['capacity_bytes'] / GIB:.0f} GiB per GPU ({100 * share:.0f}%), at its most when "
-        f"{m['moment']}: {fits}" if m["moment"] != "optimizer step" else
-        f"{m['total_bytes'] / GIB:.1f} of {m['capacity_bytes'] / GIB:.0f} GiB per GPU ({100 * share:.0f}%), at its most in the "
-        f"optimizer step: {fits}"
+    yield (
+        "memory",
+        (
+            f"{m['total_bytes'] / GIB:.1f} of {m['capacity_bytes'] / GIB:.0f} GiB per GPU ({100 * share:.0f}%), at its most when "
+            f"{m['moment']}: {fits}"
+        ),
     )
     ordered = sorted(m["parts_bytes"].items(), key=lambda item: -item[1])
     shown = [f"{name} {size / GIB:.2f}" for name, size in ordered]
@@ -148,18 +152,27 @@ def _speed_rows(r: Dict):
     seconds = sum(m["seconds"] for m in r["communication"])
     spent = f" = {1e3 * seconds:.1f} ms, of which {1e3 * step['exposed']:.1f} show" if seconds else ""
     yield "messages", f"{messages}{spent}"
-    yield "step", (
-        f"{1e3 * step['seconds']:.1f} ms: arithmetic {1e3 * step['compute']:.1f}, messages {1e3 * step['exposed']:.1f}, "
-        f"optimizer and EMA {1e3 * step['optimizer']:.1f}"
+    yield (
+        "step",
+        (
+            f"{1e3 * step['seconds']:.1f} ms: arithmetic {1e3 * step['compute']:.1f}, messages {1e3 * step['exposed']:.1f}, "
+            f"optimizer and EMA {1e3 * step['optimizer']:.1f}"
+        ),
     )
-    yield "speed", (
-        f"{r['images_per_second_per_gpu']:,.1f} images/s per GPU, {r['images_per_second']:,.0f} in all; "
-        f"{r['tflops_per_gpu']:.3g} TFLOP/s per GPU = {100 * r['mfu']:.1f}% of the peak (MFU)"
+    yield (
+        "speed",
+        (
+            f"{r['images_per_second_per_gpu']:,.1f} images/s per GPU, {r['images_per_second']:,.0f} in all; "
+            f"{r['tflops_per_gpu']:.3g} TFLOP/s per GPU = {100 * r['mfu']:.1f}% of the peak (MFU)"
+        ),
     )
     cost = f", cost {r['cost']:,.0f}" if r["cost"] is not None else ""
-    yield "training", (
-        f"{r['hours_per_epoch']:.3g} h per epoch of {r['images_per_epoch']:,} images; {r['hours']:.3g} h for {r['epochs']} "
-        f"epochs = {r['gpu_hours']:,.0f} GPU-hours{cost}"
+    yield (
+        "training",
+        (
+            f"{r['hours_per_epoch']:.3g} h per epoch of {r['images_per_epoch']:,} images; {r['hours']:.3g} h for {r['epochs']} "
+            f"epochs = {r['gpu_hours']:,.0f} GPU-hours{cost}"
+        ),
     )
 
 
@@ -167,7 +180,7 @@ def _cell(row: Optional[Dict]) -> str:
     if "reason" in row:
         return "not possible"
     size, mark = f"{row['total_bytes'] / GIB:.1f} GiB", "*" if row["chosen"] else ""
-    return f"{size} {row['images_per_second_per_gpu']:,.0f}/s{mark}" if row["fits"] else f"{size} too much{mark}"
+    return f"{mark}{size} {row['images_per_second_per_gpu']:,.0f}/s" if row["fits"] else f"{mark}{size} too much"
 
 
 def _alternatives(r: Dict) -> List[str]:

@@ -54,7 +54,7 @@ class Assumed(NamedTuple):
 ASSUMED = Assumed()
 # Bytes that an optimizer step moves per weight, and kernels per tensor, fused and not: counted from torch's kernels, each
 # operand read or written once.
-_OPTIMIZER = {"sgd": (20, 56, 5), "adam": (28, 72, 8), "adamw": (28, 80, 8)}
+_OPTIMIZER = {"sgd": (20, 56, 5), "adam": (28, 88, 9), "adamw": (28, 84, 9)}
 
 
 class Cluster(NamedTuple):

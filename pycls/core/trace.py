@@ -10,6 +10,7 @@ in fp32) unless told otherwise.
 """
 
 import contextlib
+import functools
 import math
 import weakref
 from collections import Counter
@@ -61,14 +62,19 @@ class Op(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A step: how often each kernel runs in it; bytes kept from forward to backward, beside weights and images (`saved`,
-    of it `cast` 16-bit copies of weights), and needed on top of that in the backward pass, gradients of weights left
-    out (`working`)."""
+    """A step: how often each kernel runs, and bytes beside weights, their gradients and images.
+
+    Attributes:
+        saved: kept from forward to backward; `cast` of it are 16-bit copies of weights. working: what the backward pass
+            needs at its worst on top of `saved`. forward: the most that lives in the forward pass, of it `casts` copies.
+    """
 
     ops: Counter
     saved: int
     cast: int
     working: int
+    forward: int
+    casts: int
 
 
 # ----------------------------------------------------------------------- recording
@@ -82,7 +88,7 @@ class _Recorder(TorchDispatchMode):
         self.ops: Counter = Counter()
         self.alive: Dict[int, int] = {t.untyped_storage()._cdata: 0 for t in known}
         self.weights = {id(t) for t in known}
-        self.now = self.peak = self.cast = 0
+        self.now = self.peak = self.cast = self.casts = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -107,6 +113,7 @@ class _Recorder(TorchDispatchMode):
 
     def _count_cast(self, storage) -> None:
         self.cast += storage.nbytes()
+        self.casts = max(self.casts, self.cast)
         weakref.finalize(storage, self._uncast, storage.nbytes())
 
     def _uncast(self, size: int) -> None:
@@ -155,6 +162,12 @@ class _CudaAutocast(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _with_cuda_rules(forward, *args):
+    """Blocks that are computed again need the rules once more: torch suspends such modes in the backward pass."""
+    with _CudaAutocast():
+        return forward(*args)
+
+
 # ------------------------------------------------------------------------- the step
 
 
@@ -197,8 +210,9 @@ def trace_step(style: Style, batch: int, cuda: bool = True) -> Trace:
     more = cfg.VIT.NUM_LAYERS - 2
     added = {op: count - short.ops[op] for op, count in longer.ops.items()}
     ops = Counter({op: count + more * added[op] for op, count in longer.ops.items()})
-    saved, cast = (longer[i] + more * (longer[i] - short[i]) for i in (1, 2))
-    return Trace(ops, saved, cast, longer.working)
+    sizes = {name: getattr(longer, name) + more * (getattr(longer, name) - getattr(short, name))
+             for name in ("saved", "cast", "forward", "casts")}  # fmt: skip
+    return Trace(ops=ops, working=longer.working, **sizes)
 
 
 def _traced_with(layers: int, style: Style, batch: int, cuda: bool) -> Trace:
@@ -211,6 +225,8 @@ def _trace(style: Style, batch: int, cuda: bool) -> Trace:
 
     with overlaid({"VIT.ATTENTION": style.attention, "ACT_CHECKPOINT": style.checkpoint}):
         model = meta_model(style.half_weights, style.fp32_norms)
+        for block in parallel.repeated_blocks(model) if cuda else ():
+            block.forward = functools.partial(_with_cuda_rules, block.forward)
         parallel.checkpoint_activations(model)
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
@@ -234,15 +250,14 @@ def _run(model: nn.Module, style: Style, batch: int, cuda: bool) -> Trace:
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=style.autocast)
     rules = _CudaAutocast() if cuda else contextlib.nullcontext()
-    with _Recorder([*model.parameters(), *model.buffers(), images, soft_labels]) as recorder:
-        with rules, autocast:
+    with _Recorder([*model.parameters(), *model.buffers(), images, soft_labels]) as recorder, rules:
+        with autocast:
             logits = model.train()(images)
-        with rules:
-            loss = loss_fun(logits.float(), soft_labels)
-        saved, cast = recorder.now, recorder.cast
+        loss = loss_fun(logits.float(), soft_labels)
+        saved, cast, forward, casts = recorder.now, recorder.cast, recorder.peak, recorder.casts
         recorder.peak = saved
         loss.backward()
-    return Trace(recorder.ops, saved, cast, recorder.peak - saved)
+    return Trace(recorder.ops, saved, cast, recorder.peak - saved, forward, casts)
 
 
 def _on_fake_cpu(model: nn.Module) -> nn.Module:
