@@ -28,7 +28,7 @@ class Gpu(NamedTuple):
     """A device as the planner knows it.
 
     Attributes:
-        name: as in torch's device name. peaks: dense TFLOP/s by arithmetic. memory: GiB. bandwidth: of that memory, TB/s.
+        name: as in torch's device name. peaks: dense TFLOP/s by arithmetic. memory: GiB. bandwidth: of memory, TB/s.
         nvlink: GB/s one way, inside a node. network: GB/s one way between nodes of 8, as such nodes usually had it.
         matrix: share of the peak that the best published matrix products reach. processors: streaming multiprocessors.
     """
@@ -43,8 +43,8 @@ class Gpu(NamedTuple):
     processors: int
 
 
-# Data sheets; network: one 100 Gb/s card (V100), 400 Gb/s (A100 40 GB, as cloud machines had it), a 200 Gb/s card per GPU
-# (A100 80 GB), a 400 Gb/s card per GPU since. Matrix products: S. Bekman, "Machine Learning Engineering", accelerators.
+# Data sheets; network: one 100 Gb/s card (V100), 400 Gb/s (A100 40 GB, as cloud machines had it), a 200 Gb/s card per
+# GPU (A100 80 GB), a 400 Gb/s card per GPU since. Matrix products: S. Bekman, "Machine Learning Engineering".
 GPUS = {
     "v100-16": Gpu("V100", _VENDOR_PEAKS["V100"], 16, 0.90, 150, 12.5, 0.76, 80),
     "v100-32": Gpu("V100", _VENDOR_PEAKS["V100"], 32, 0.90, 150, 12.5, 0.76, 80),

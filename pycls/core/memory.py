@@ -254,8 +254,8 @@ def _communication(choice: Choice, weights: Weights) -> Tuple[int, int, int]:
 
 
 def _optimizer_workspace(choice: Choice, weights: Weights) -> int:
-    """Temporaries of the optimizer: none in fused kernels, one number per weight in multi-tensor ones, else those of the
-    largest tensor."""
+    """Temporaries of the optimizer: none in fused kernels, one number per weight in multi-tensor ones, else those of
+    the largest tensor."""
     if cfg.OPTIM.FUSED or (choice.offload and choice.sharded):
         return 0
     if cfg.OPTIM.MTA:

@@ -1,6 +1,6 @@
-"""The planner's report: one choice in full, the alternatives to it, and how it scales; as a dict and as a screen of text."""
+"""The planner's report: one choice in full, its alternatives, and how it scales; as a dict and as a screen of text."""
 
-from typing import Dict, List, Optional
+from typing import Dict, List
 
 from pycls.core import builders, memory, net, planner
 from pycls.core.cli import human_complexity
@@ -104,79 +104,51 @@ def _cluster(r: Dict) -> str:
     if r["gpus"] == 1:
         return f"1 x {r['gpu']}"
     nodes = -(-r["gpus"] // r["gpus_per_node"])
-    network = f", network {r['network_gb_per_second_per_node']:g} GB/s a node" if nodes > 1 else ""
-    return f"{r['gpus']} x {r['gpu']} ({nodes} node{'s' * (nodes > 1)}; NVLink {r['nvlink_gb_per_second']:g} GB/s{network})"
+    links = f"NVLink {r['nvlink_gb_per_second']:g} GB/s" if r["gpu"] != "cpu" else "shared memory"
+    links += f", network {r['network_gb_per_second_per_node']:g} GB/s a node" if nodes > 1 else ""
+    return f"{r['gpus']} x {r['gpu']} ({nodes} node{'s' * (nodes > 1)}; {links})"
 
 
 def _sharding_name(r: Dict) -> str:
     chosen = next((row for row in r["alternatives"] if row["chosen"]), None)
-    return chosen["sharding"] if chosen else f"FSDP, shards of {r['choice']['shard_size']}"
+    return chosen["sharding"] if chosen else f"FSDP, shards of {r['choice']['shard_size'] or r['gpus']}"
 
 
 def _main_rows(r: Dict):
     c, m = r["choice"], r["memory"]
     yield "model", f"{human_complexity(r['model'])}; {r['model']['image_size']} px"
-    parts = f" in {c['parts']} passes" if c["parts"] > 1 else ""
-    compiled = "compiled" if c["compile"] else "not compiled"
-    yield (
-        "run",
-        (
-            f"{c['mode']}, {_sharding_name(r)}, {compiled}, ACT_CHECKPOINT {c['checkpoint']}; batch {c['batch']}{parts} per GPU, "
-            f"{c['global_batch']} in all"
-        ),
-    )
-    share = m["total_bytes"] / m["capacity_bytes"]
-    fits = "fits" if m["fits"] else "DOES NOT FIT"
-    yield (
-        "memory",
-        (
-            f"{m['total_bytes'] / GIB:.1f} of {m['capacity_bytes'] / GIB:.0f} GiB per GPU ({100 * share:.0f}%), at its most when "
-            f"{m['moment']}: {fits}"
-        ),
-    )
+    kind = f"{c['mode']}, {_sharding_name(r)}, {'compiled' if c['compile'] else 'not compiled'}"
+    batch = f"batch {c['batch']}{f' in {n} passes' if (n := c['parts']) > 1 else ''} per GPU"
+    yield "run", f"{kind}, ACT_CHECKPOINT {c['checkpoint']}; {batch}, {c['global_batch']} in all"
+    total, limit = m["total_bytes"] / GIB, m["capacity_bytes"] / GIB
+    size = f"{total:.1f} of {limit:.0f} GiB per GPU ({100 * total / limit:.0f}%), at its most when {m['moment']}"
+    yield "memory", f"{size}: {'fits' if m['fits'] else 'DOES NOT FIT'}"
     ordered = sorted(m["parts_bytes"].items(), key=lambda item: -item[1])
     shown = [f"{name} {size / GIB:.2f}" for name, size in ordered]
     half = -(-len(shown) // 2)
     yield "  of it (GiB)", ", ".join(shown[:half])
-    if shown[half:]:
-        yield "", ", ".join(shown[half:])
+    yield "", ", ".join(shown[half:])
     if not m["fits"]:
-        words = r["change_that_fits"]
-        text = " ".join(f"{key} {value}" for key, value in words.items()) if words else None
-        yield "what would fit", text or "no change of the config alone: fewer images per GPU, more GPUs or larger ones"
+        advice = " ".join(f"{key} {value}" for key, value in (r["change_that_fits"] or {}).items())
+        yield "would fit", advice or "no change of the config: take fewer images per GPU, more GPUs or larger ones"
 
 
 def _speed_rows(r: Dict):
-    step = r["step"]
-    messages = ", ".join(f"{m['kind']} {m['bytes'] / 1e9:.2f} GB in {m['calls']}" for m in r["communication"]) or "none"
+    step, ms = r["step"], {name: f"{1e3 * seconds:.1f}" for name, seconds in r["step"].items()}
+    sent = ", ".join(f"{m['kind']} {m['bytes'] / 1e9:.2f} GB in {m['calls']}" for m in r["communication"]) or "none"
     seconds = sum(m["seconds"] for m in r["communication"])
-    spent = f" = {1e3 * seconds:.1f} ms, of which {1e3 * step['exposed']:.1f} show" if seconds else ""
-    yield "messages", f"{messages}{spent}"
-    yield (
-        "step",
-        (
-            f"{1e3 * step['seconds']:.1f} ms: arithmetic {1e3 * step['compute']:.1f}, messages {1e3 * step['exposed']:.1f}, "
-            f"optimizer and EMA {1e3 * step['optimizer']:.1f}"
-        ),
-    )
-    yield (
-        "speed",
-        (
-            f"{r['images_per_second_per_gpu']:,.1f} images/s per GPU, {r['images_per_second']:,.0f} in all; "
-            f"{r['tflops_per_gpu']:.3g} TFLOP/s per GPU = {100 * r['mfu']:.1f}% of the peak (MFU)"
-        ),
-    )
+    yield "messages", sent + (f" = {1e3 * seconds:.1f} ms, of which {ms['exposed']} show" if step["exposed"] else "")
+    parts = f"arithmetic {ms['compute']}, messages {ms['exposed']}, optimizer and EMA {ms['optimizer']}"
+    yield "step", f"{ms['seconds']} ms: {parts}"
+    speed = f"{r['images_per_second_per_gpu']:,.1f} images/s per GPU, {r['images_per_second']:,.0f} in all"
+    yield "speed", f"{speed}; {r['tflops_per_gpu']:.3g} TFLOP/s per GPU = {100 * r['mfu']:.1f}% of the peak (MFU)"
+    epoch = f"{r['hours_per_epoch']:.3g} h per epoch of {r['images_per_epoch']:,} images"
     cost = f", cost {r['cost']:,.0f}" if r["cost"] is not None else ""
-    yield (
-        "training",
-        (
-            f"{r['hours_per_epoch']:.3g} h per epoch of {r['images_per_epoch']:,} images; {r['hours']:.3g} h for {r['epochs']} "
-            f"epochs = {r['gpu_hours']:,.0f} GPU-hours{cost}"
-        ),
-    )
+    whole = f"{r['hours']:.3g} h for {r['epochs']} epochs = {r['gpu_hours']:,.0f} GPU-hours{cost}"
+    yield "training", f"{epoch}; {whole}"
 
 
-def _cell(row: Optional[Dict]) -> str:
+def _cell(row: Dict) -> str:
     if "reason" in row:
         return "not possible"
     size, mark = f"{row['total_bytes'] / GIB:.1f} GiB", "*" if row["chosen"] else ""
@@ -201,14 +173,15 @@ def _modes(r: Dict) -> List[str]:
 def _assumptions(r: Dict) -> str:
     if "calibration" in r:
         c = r["calibration"]
+        predicted, measured = 1e3 * c["predicted_step_seconds"], 1e3 * c["measured_step_seconds"]
         return (
-            f"  Calibrated by {c['file']}: its step was predicted as {1e3 * c['predicted_step_seconds']:.1f} ms and measured as "
-            f"{1e3 * c['measured_step_seconds']:.1f}; arithmetic takes {c['compute']:.2f}x, the optimizer {c['optimizer']:.2f}x."
+            f"  Calibrated by {c['file']}: its step, predicted as {predicted:.1f} ms, was measured as {measured:.1f};\n"
+            f"  arithmetic takes {c['compute']:.2f} times as long as assumed, the optimizer {c['optimizer']:.2f} times."
         )
-    a = r["assumed"]
-    share = a["compiled"] if r["choice"]["compile"] else a["eager"]
+    percent = {name: f"{100 * value:.0f}%" for name, value in r["assumed"].items()}
+    share = percent["compiled" if r["choice"]["compile"] else "eager"]
     return (
-        f"  Assumed: {100 * share:.0f}% of a roofline of {100 * a['matrix']:.0f}% of the best published matrix products and "
-        f"{100 * a['bandwidth']:.0f}% of the memory bandwidth;\n  {100 * a['link']:.0f}% of the links, {100 * a['hidden']:.0f}% of "
-        f"messages hidden; fits means up to {100 * a['full']:.0f}% of the memory. Measured once, --calibrate timing.json corrects it."
+        f"  Assumed: {share} of a roofline of {percent['matrix']} of the best published matrix products and "
+        f"{percent['bandwidth']} of the memory bandwidth;\n  {percent['link']} of the links, {percent['hidden']} of "
+        f"messages hidden; fits: up to {percent['full']} of the memory. --calibrate timing.json corrects the times."
     )

@@ -1,7 +1,7 @@
 """Predicts a training run before anyone pays for it: memory, step time, speed, hours and cost on a cluster.
 
-Memory per GPU comes from `pycls/core/memory.py`, seconds from `pycls/core/roofline.py`. A `timing.json` of `--mode time`
-corrects the seconds to what a machine was seen to do (`calibrate`).
+Memory per GPU comes from `pycls/core/memory.py`, seconds from `pycls/core/roofline.py`. A `timing.json` of
+`--mode time` corrects the seconds to what a machine was seen to do (`calibrate`).
 
 Speed counts the model's own work: 6 operations per multiply-add of the forward pass, recomputation left out.
 """
@@ -136,7 +136,7 @@ def fitting_change(choice: Choice, model: memory.Model, cluster: Cluster) -> Opt
     for words in changes(choice, cluster):
         try:
             parts = model.memory(choice.changed(words))[1]
-        except UserError:  # e.g. selective checkpointing of in-place activations
+        except UserError:  # selective checkpointing of in-place activations
             continue
         if sum(parts.values()) <= ASSUMED.full * capacity(choice, cluster):
             return words

@@ -214,8 +214,8 @@ def _draw_scaling(axes, report: Dict) -> None:
         if chosen:
             axes.plot([gpus[i] for i in chosen], [speeds[i] for i in chosen], "o", color=_COLOURS[0],
                       markerfacecolor=face, label=label)  # fmt: skip
-    for i, row in enumerate(rows):
-        axes.annotate(f"{speeds[i]:,.0f}", (gpus[i], speeds[i]), xytext=(0, 8), textcoords="offset points", ha="center",
+    for x, y in zip(gpus, speeds):
+        axes.annotate(f"{y:,.0f}", (x, y), xytext=(0, 8), textcoords="offset points", ha="center",
                       fontsize=8)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_xticks([row["gpus"] for row in report["scaling"]], [f"{row['gpus']:,}" for row in report["scaling"]])

@@ -1,9 +1,9 @@
 """How long a training step takes on a cluster: a roofline for the kernels, latency and bandwidth for the messages.
 
-Each kernel of the traced step (`pycls/core/trace.py`) takes the longer of its arithmetic at a share of the vendor's peak
-and its memory traffic at a share of the memory's bandwidth; an optimizer step is traffic alone. Neither can be faster
-than the host launches kernels. Messages take a latency and their bytes over the slower of the links that they cross; a
-share of them hides behind the arithmetic that runs at the same time. All shares are in `ASSUMED`.
+Each kernel of the traced step (`pycls/core/trace.py`) takes the longer of its arithmetic at a share of the vendor's
+peak and its memory traffic at a share of the memory's bandwidth; an optimizer step is traffic alone. Neither can be
+faster than the host launches kernels. Messages take a latency and their bytes over the slower of the links that they
+cross; a share of them hides behind the arithmetic that runs at the same time. All shares are in `ASSUMED`.
 """
 
 import math
@@ -23,8 +23,8 @@ class Assumed(NamedTuple):
         matrix: of the best published matrix product, reached by a network's products. attention: the same of fused
             attention over short sequences. unaligned: of `matrix`, by 16-bit products with rows of odd length.
         bandwidth: of the memory's, by kernels that only move bytes. uneven: of `bandwidth`, on rows of odd length.
-        eager: of this roofline, reached without COMPILE; anchored to Meta's ViT-H/16 on 8 A100 (103 images/s per GPU, 25%
-            of the peak). compiled: with it; well-kept libraries report 44 to 53% of an A100's peak for such shapes.
+        eager: of this roofline, reached without COMPILE; anchored to Meta's ViT-H/16 on 8 A100 (103 images/s per GPU,
+            25% of the peak). compiled: with it; well-kept libraries report 44 to 53% of an A100's peak for such shapes.
         fused: share of the elementwise traffic that is left in compiled blocks.
         launch: seconds per kernel. link: share of a link's bandwidth that collectives reach. hidden: share of a
             message that can run beside arithmetic. start, hop, far_hop: seconds per message and per GPU or node passed.
@@ -52,8 +52,8 @@ class Assumed(NamedTuple):
 
 
 ASSUMED = Assumed()
-# Bytes that an optimizer step moves per weight, and kernels per tensor, fused and not: counted from torch's kernels, each
-# operand read or written once.
+# Bytes that an optimizer step moves per weight, fused and not, and kernels per tensor: counted from torch's kernels,
+# each operand read or written once.
 _OPTIMIZER = {"sgd": (20, 56, 5), "adam": (28, 88, 9), "adamw": (28, 84, 9)}
 
 

@@ -66,7 +66,7 @@ class Trace(NamedTuple):
 
     Attributes:
         saved: kept from forward to backward; `cast` of it are 16-bit copies of weights. working: what the backward pass
-            needs at its worst on top of `saved`. forward: the most that lives in the forward pass, of it `casts` copies.
+            needs at its worst on top of `saved`. forward: the most that lives in the forward pass, `casts` the copies.
     """
 
     ops: Counter
@@ -141,7 +141,7 @@ def _op(func, args, kwargs, out) -> Op:
 
 
 def _tiles(inner: int, rows: int, columns: int) -> int:
-    """Tiles of a product; one that sums over more than it puts out is cut along the sum as well, as finely as needed."""
+    """Tiles of a product; one that sums over more than it puts out is cut along the sum, as finely as needed."""
     return 0 if inner > max(rows, columns) else math.ceil(rows / 256) * math.ceil(columns / 128)
 
 
@@ -237,7 +237,8 @@ def _trace(style: Style, batch: int, cuda: bool) -> Trace:
             if "selective activation checkpoint" not in str(error):
                 raise
             raise UserError(
-                "ACT_CHECKPOINT: selective can't keep what in-place activations change; add MODEL.ACTIVATION_INPLACE False"
+                "ACT_CHECKPOINT: selective can't keep what in-place activations change; "
+                "add MODEL.ACTIVATION_INPLACE False"
             ) from None
 
 
