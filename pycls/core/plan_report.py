@@ -135,9 +135,12 @@ def _main_rows(r: Dict):
 
 def _speed_rows(r: Dict):
     step, ms = r["step"], {name: f"{1e3 * seconds:.1f}" for name, seconds in r["step"].items()}
-    sent = ", ".join(f"{m['kind']} {m['bytes'] / 1e9:.2f} GB in {m['calls']}" for m in r["communication"]) or "none"
+    sent = ", ".join(_sent(r["communication"], kind) for kind in dict.fromkeys(m["kind"] for m in r["communication"]))
     seconds = sum(m["seconds"] for m in r["communication"])
-    yield "messages", sent + (f" = {1e3 * seconds:.1f} ms, of which {ms['exposed']} show" if step["exposed"] else "")
+    yield (
+        "messages",
+        (sent or "none") + (f" = {1e3 * seconds:.1f} ms, of which {ms['exposed']} show" if step["exposed"] else ""),
+    )
     parts = f"arithmetic {ms['compute']}, messages {ms['exposed']}, optimizer and EMA {ms['optimizer']}"
     yield "step", f"{ms['seconds']} ms: {parts}"
     speed = f"{r['images_per_second_per_gpu']:,.1f} images/s per GPU, {r['images_per_second']:,.0f} in all"
@@ -146,6 +149,11 @@ def _speed_rows(r: Dict):
     cost = f", cost {r['cost']:,.0f}" if r["cost"] is not None else ""
     whole = f"{r['hours']:.3g} h for {r['epochs']} epochs = {r['gpu_hours']:,.0f} GPU-hours{cost}"
     yield "training", f"{epoch}; {whole}"
+
+
+def _sent(messages: List[Dict], kind: str) -> str:
+    size, calls = (sum(m[name] for m in messages if m["kind"] == kind) for name in ("bytes", "calls"))
+    return f"{kind} {size / 1e9:.2f} GB in {calls}"
 
 
 def _cell(row: Dict) -> str:

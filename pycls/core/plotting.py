@@ -246,7 +246,8 @@ def _draw_memory(axes, report: Dict) -> None:
         label = f"{top:.1f}" + ("" if row["fits"] else ": too much")
         axes.text(i, top, label, ha="center", va="bottom", fontsize=9, weight="bold" if row["chosen"] else None)
     axes.axhline(limit, color="0.25", linestyle="--", linewidth=1)
-    axes.text(len(rows) - 0.5, limit, f"{limit:.0f} GiB", ha="right", va="bottom", fontsize=9, color="0.25")
+    usable = f"{limit:.0f} GiB, of which {100 * report['assumed']['full']:.0f}% may be planned"
+    axes.text(len(rows) - 0.5, limit, usable, ha="right", va="bottom", fontsize=9, color="0.25")
     labels = [row["sharding"].replace(", ", ",\n") + ("\n(this config)" if row["chosen"] else "") for row in rows]
     axes.set_xticks(range(len(rows)), labels)
     axes.set_ylim(0, 1.1 * max(limit, *bottoms))
