@@ -24,6 +24,7 @@ EXTRAS["test"] = [
     *EXTRAS["tensorboard"],
     *EXTRAS["export"],
     *EXTRAS["fsdp"],
+    *EXTRAS["slurm"],
 ]
 EXTRAS["all"] = sorted({name for names in EXTRAS.values() for name in names})
 

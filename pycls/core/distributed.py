@@ -1,7 +1,7 @@
 """Processes: which device and rank this one is, starting the others, and the few collectives we need.
 
 A program is a function `main()` that runs once per rank. `run(main)` decides who starts the ranks:
-nobody (one process), this process (NUM_GPUS local ones), or a launcher such as torchrun.
+nobody (one process), this process (NUM_GPUS local ones), a launcher such as torchrun, or a job (`submit`).
 The number of processes always comes from the config; left-over SLURM variables change nothing.
 """
 
@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from pycls.core import watch
 from pycls.core.config import cfg
 from pycls.core.errors import FaultError, UserError
-from pycls.core.interrupt import Interrupted
+from pycls.core.interrupt import Interrupted, warning_signal
 
 # How long a client waits for the rendezvous store to answer.
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -72,6 +72,9 @@ def check_process_count() -> None:
     Raises:
         UserError: says what there is and what to type.
     """
+    if cfg.LAUNCH.MODE == "slurm":
+        nodes_and_tasks()
+        return
     wanted, kind = cfg.NUM_GPUS, device_type()
     if started_by_launcher():
         if int(os.environ["WORLD_SIZE"]) != wanted:
@@ -83,7 +86,7 @@ def check_process_count() -> None:
     if wanted > cfg.MAX_GPUS_PER_NODE:
         raise UserError(
             f"NUM_GPUS: {wanted} is more than MAX_GPUS_PER_NODE {cfg.MAX_GPUS_PER_NODE}; "
-            "start several machines with a launcher, or type a smaller NUM_GPUS"
+            "start several machines with LAUNCH.MODE slurm or a launcher, or type a smaller NUM_GPUS"
         )
     if kind == "cuda" and wanted > torch.cuda.device_count():
         raise UserError(
@@ -97,14 +100,30 @@ def check_process_count() -> None:
         )
 
 
-def run(main: Callable[[], Any]) -> Any:
-    """Runs `main` once per rank of the config and returns what rank 0's returned (None if in children)."""
-    if cfg.LAUNCH.MODE != "local":
+def nodes_and_tasks() -> Tuple[int, int]:
+    """Over how many machines NUM_GPUS processes are spread, and how many run on each.
+
+    Raises:
+        UserError: they can't be spread evenly.
+    """
+    wanted, most = cfg.NUM_GPUS, cfg.MAX_GPUS_PER_NODE
+    nodes = -(-wanted // most)
+    if wanted % nodes:
+        below, above = wanted // nodes * nodes, (wanted // nodes + 1) * nodes
         raise UserError(
-            f"LAUNCH.MODE: {cfg.LAUNCH.MODE} is not available in this version yet; use local, or start the processes "
-            "with torchrun (also under SLURM)"
+            f"NUM_GPUS: {wanted} processes can't be spread evenly over {nodes} machines of at most "
+            f"MAX_GPUS_PER_NODE {most}; the nearest are NUM_GPUS {below} and {above}"
         )
+    return nodes, wanted // nodes
+
+
+def run(main: Callable[[], Any]) -> Any:
+    """Runs `main` once per rank of the config and returns what rank 0's returned (None if in children or a job)."""
     check_process_count()
+    if cfg.LAUNCH.MODE != "local":
+        from pycls.core import submit
+
+        return submit.submit(main)
     if started_by_launcher():
         return _as_rank(main, None)
     if cfg.NUM_GPUS == 1:
@@ -243,7 +262,8 @@ PLUGINS: List[str] = []
 
 
 def _forward_signals(processes) -> Dict[int, Any]:
-    """Passes SIGTERM and SIGINT on to the ranks, which save and end; returns the former handlers."""
+    """Passes SIGTERM, SIGINT and a scheduler's warning on to the ranks, which save and end; returns the former handlers.
+    """
 
     def forward(number, frame):
         for process in processes:
@@ -251,7 +271,8 @@ def _forward_signals(processes) -> Dict[int, Any]:
                 os.kill(process.pid, signal.SIGTERM)
 
     try:
-        return {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = (signal.SIGTERM, signal.SIGINT, warning_signal())
+        return {number: signal.signal(number, forward) for number in numbers}
     except ValueError:
         # Not the main thread (a notebook): signals stay with whoever owns them.
         return {}

@@ -1,18 +1,29 @@
-"""SIGTERM and SIGINT: finish the step, save, end with a clear line."""
+"""SIGTERM, SIGINT and a scheduler's warning: finish the step, save, end with a clear line."""
 
+import os
 import signal
 import threading
 import time
 from typing import Optional
 
 
+def warning_signal() -> int:
+    """The signal by which a scheduler announces a time-out or pre-emption: SIGUSR2, or as submitit's variable says."""
+    name = os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")
+    return getattr(signal, f"SIG{name}", signal.SIGUSR2)
+
+
 class Interrupted(Exception):
-    """Training was asked to stop by a signal, and has saved everything at this position (both from 0)."""
+    """Training was asked to stop by a signal, and has saved everything at this position (both from 0).
+
+    `signal` is the signal's number, None where it reached only another process.
+    """
 
     # What shells and schedulers take for "ended by SIGTERM".
     code = 128 + signal.SIGTERM
 
-    def __init__(self, epoch: int, iteration: int):
+    def __init__(self, epoch: int, iteration: int, number: Optional[int] = None):
+        self.signal = number
         super().__init__(
             f"stopped by a signal and saved at epoch {epoch + 1}, iteration {iteration + 1}; "
             "the same command goes on from there"
@@ -20,7 +31,8 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """While active, remembers a SIGTERM or SIGINT instead of dying from it; one more, later, ends the process at once.
+    """While active, remembers SIGTERM, SIGINT or a scheduler's warning instead of dying from it; one more, later, ends
+    the process at once.
 
     A scheduler that signals every process of a run reaches a rank twice, directly and through its parent; what comes
     within SAME_REQUEST_SECONDS counts once.
@@ -39,7 +51,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         # Only a main thread may handle signals; elsewhere (a notebook's worker) they stay with whoever owns them.
         mine = threading.current_thread() is threading.main_thread()
-        for number in (signal.SIGTERM, signal.SIGINT) if mine else ():
+        for number in (signal.SIGTERM, signal.SIGINT, warning_signal()) if mine else ():
             # A rank whose parent handles Ctrl-C ignores SIGINT, and goes on ignoring it.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._note)

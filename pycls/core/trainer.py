@@ -79,7 +79,7 @@ def train_model() -> None:
     """Trains the model of the config: from OUT_DIR's newest checkpoint, from TRAIN.WEIGHTS, or from scratch.
 
     Raises:
-        Interrupted: SIGTERM or SIGINT came; the run is saved.
+        Interrupted: SIGTERM, SIGINT or a scheduler's warning came; the run is saved.
     """
     with own_out_dir(), StopRequest() as stop:
         setup_env("train")
@@ -104,7 +104,7 @@ def train_model() -> None:
                 for name, values in stats.items():
                     scalars.add(name, values, (epoch + 1) * len(train_loader))
                 if dist.any_rank(bool(stop)) and epoch + 1 < cfg.OPTIM.MAX_EPOCH:
-                    raise Interrupted(epoch + 1, 0)
+                    raise Interrupted(epoch + 1, 0, stop.signal)
         if cfg.LOG.PLOT and dist.is_master_proc():
             logger.info("Learning curves: %s", plotting.plot_run(cfg.OUT_DIR))
 
@@ -170,7 +170,7 @@ def after_step(run: Run, epoch: int, iteration: int, stop: StopRequest, bar) -> 
     if not last and (save or asked):
         run.save_step(epoch, done)
     if not last and asked:
-        raise Interrupted(epoch, done)
+        raise Interrupted(epoch, done, stop.signal)
 
 
 # ------------------------------------------------------------------------- testing

@@ -1,0 +1,264 @@
+"""Inside a submitted job: one rank's work, where the ranks meet, and being put back into the queue.
+
+submitit starts a `Job` in every task of the job. A scheduler's warning (before the time limit, or a pre-emption) makes
+the run save and stop, see `interrupt`; only then does rank 0 have the job put back, and the checkpoint does the rest.
+"""
+
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from typing import Any, Callable, Dict, List, Sequence
+
+from pycls.core import distributed
+from pycls.core.config import cfg
+from pycls.core.errors import UserError
+from pycls.core.interrupt import Interrupted, StopRequest, warning_signal
+from pycls.core.io import atomic_write
+
+
+class Job:
+    """What runs in each task of a job: `main` as one rank. It holds plain data only, for it is pickled.
+
+    Args:
+        main: the program, a function of a module. config: the config as text. plugins: files and modules to import.
+        folder: the job's files, seen by all nodes. cwd: where it was submitted. path: further folders of modules.
+        variables: environment variables to set (None: to remove), where submitit changes the user's.
+        restarts: how often it has been put back so far.
+    """
+
+    def __init__(
+        self,
+        main: Callable[[], Any],
+        config: str,
+        plugins: Sequence[str],
+        folder: str,
+        cwd: str,
+        path: Sequence[str] = (),
+        variables: Dict[str, Any] = None,
+        restarts: int = 0,
+    ):
+        self.main, self.config, self.plugins, self.folder = main, config, list(plugins), folder
+        self.cwd, self.path, self.variables, self.restarts = cwd, list(path), dict(variables or {}), restarts
+
+    def __call__(self) -> None:
+        """Runs the rank and ends the process with its exit code; submitit calls this."""
+        import submitit
+
+        env = submitit.JobEnvironment()
+        record = exit_file(self.folder, env.job_id, env.global_rank)
+        if os.path.exists(record):
+            os.remove(record)
+        code = self.run(env)
+        if code is not None:
+            with atomic_write(record) as f:
+                f.write(str(code).encode())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: threads of the group and of sharding may still run, to be waited for or to abort the process.
+        os._exit(_PUT_BACK[env.cluster] if code is None else code)
+
+    def checkpoint(self):
+        """The job that is to go on from here, for submitit; None when it has been put back often enough."""
+        from submitit.helpers import DelayedSubmission
+
+        if self._restarts() >= self._max_retry():
+            return None
+        fields = {name: value for name, value in vars(self).items() if name != "restarts"}
+        return DelayedSubmission(Job(**fields, restarts=self.restarts + 1))
+
+    # ------------------------------------------------------------------- one rank
+
+    def run(self, env):
+        """Runs `main` as the rank that `env` (submitit's) describes; returns the exit code, None if it was put back."""
+        from pycls.core.cli import guarded
+
+        self._settle(env)
+        stopped: List[Interrupted] = []
+
+        def body():
+            try:
+                self._as_rank(env)
+            except Interrupted as stop:
+                stopped.append(stop)
+                raise
+
+        code = guarded(body, name=f"rank {env.global_rank}: ")
+        if not stopped:
+            return code
+        # A task that ends badly may take the others with it, and rank 0 is not ready yet.
+        return self._after_stop(env, stopped[0]) if env.global_rank == 0 else 0
+
+    def _settle(self, env) -> None:
+        """Makes the process what it would be had the user started it."""
+        os.chdir(self.cwd)
+        sys.path.extend(folder for folder in self.path if folder not in sys.path)
+        for name, value in self.variables.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        # submitit ignores SIGTERM; testing and timing shall end by it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Schedulers signal more than once and kill by themselves: only they decide when saving takes too long.
+        StopRequest.SAME_REQUEST_SECONDS = math.inf
+        if env.cluster == "local":
+            distributed.die_with_parent()
+
+    def _as_rank(self, env) -> None:
+        import torch
+
+        from pycls.core.cli import load_plugins
+
+        load_plugins(self.plugins)
+        cfg.defrost()
+        cfg.merge_from_text(self.config, "config of the job")
+        cfg.freeze()
+        if cfg.NUM_GPUS == 1:
+            if distributed.device_type() == "cuda":
+                torch.cuda.set_device(0)
+            self.main()
+            return
+        tasks = env.num_tasks // env.num_nodes
+        if distributed.device_type() == "cuda" and torch.cuda.device_count() < tasks:
+            raise UserError(
+                f"NUM_GPUS: {tasks} processes on {env.hostname}, where torch sees {torch.cuda.device_count()} GPU(s)"
+            )
+        if env.cluster == "slurm":
+            # Where SLURM binds a task to its cores, those are all that torch sees; where not, this is its share.
+            torch.set_num_threads(min(torch.get_num_threads(), cfg.LAUNCH.CPUS_PER_GPU))
+        store = meet(env, self.folder, self.restarts)
+        sharing = 1 if env.cluster == "slurm" else tasks
+        distributed.init_process_group(env.global_rank, env.num_tasks, env.local_rank, sharing, store)
+        try:
+            self.main()
+        finally:
+            distributed.destroy_process_group()
+
+    # ----------------------------------------------------------------- put back
+
+    def _after_stop(self, env, stop: Interrupted):
+        """Has the job put back into the queue if that is wanted; returns the exit code, None if it was put back."""
+        if reason := self._reason_to_end(env, stop):
+            print(f"pycls: not put back into the queue: {reason}", file=sys.stderr)
+            return stop.code
+        # Putting back ends every process of the job by SIGTERM, this one too; and once is enough.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        put_back = signal.signal(warning_signal(), signal.SIG_IGN)
+        try:
+            # submitit's own handler, now that all is saved: it stores `checkpoint()` and asks for the requeue.
+            put_back(warning_signal(), None)
+        except SystemExit:
+            return None
+        except (subprocess.SubprocessError, OSError, RuntimeError) as error:
+            print(f"pycls: the job could not be put back into the queue: {error}", file=sys.stderr)
+        return stop.code
+
+    def _reason_to_end(self, env, stop: Interrupted) -> str:
+        """Why the job shall not be put back ('': it shall)."""
+        if env.cluster == "local":
+            if stop.signal != warning_signal():
+                return "it was asked to end"
+        else:
+            state = job_state(env.job_id).get("JobState", "RUNNING")
+            if stop.signal == signal.SIGINT or state != "RUNNING":
+                # A job that SLURM itself puts back is in this state too, and comes back whatever its exit code.
+                return f"SLURM is ending it (state {state})"
+        if self._restarts() >= self._max_retry():
+            return f"it has been {self._restarts()} times, and LAUNCH.MAX_RETRY is {self._max_retry()}"
+        return ""
+
+    def _restarts(self) -> int:
+        """How often the job has begun anew, by us or by SLURM itself."""
+        return max(self.restarts, int(os.environ.get("SLURM_RESTART_COUNT", 0)))
+
+    def _max_retry(self) -> int:
+        # From the text: submitit may ask before the config is in force.
+        import yaml
+
+        return yaml.safe_load(self.config)["LAUNCH"]["MAX_RETRY"]
+
+
+# With these codes submitit's tasks end when the job goes on later (the local executor starts it anew).
+_PUT_BACK = {"slurm": 255, "local": 144}
+
+
+def exit_file(folder: str, job_id: str, rank: int) -> str:
+    """Where a rank leaves its exit code."""
+    return os.path.join(folder, f"{job_id}_{rank}_exit")
+
+
+def scontrol_show(kind: str, name: str) -> Dict[str, str]:
+    """What SLURM knows of a job or node, empty if it knows nothing or can't be asked."""
+    try:
+        done = subprocess.run(["scontrol", "--oneliner", "show", kind, name], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", done.stdout)) if done.returncode == 0 else {}
+
+
+def job_state(job_id: str) -> Dict[str, str]:
+    """JobState, Reason, ExitCode, Restarts and the other fields of `scontrol show job`."""
+    return scontrol_show("job", job_id)
+
+
+# -------------------------------------------------------------- where ranks meet
+
+
+def meet(env, folder: str, attempt: int):
+    """Joins the ranks in a key-value store that rank 0 serves, on a port that its system picks.
+
+    Rank 0 writes port and addresses to a file in the job's folder; the others try these in turn. A secret in the
+    file and in the store makes sure that they found rank 0 and not somebody else.
+
+    Raises:
+        UserError: rank 0's addresses can't be reached from here, or are not known in time.
+    """
+    import torch.distributed as dist
+
+    count = os.environ.get("SLURM_RESTART_COUNT", "0")
+    path = os.path.join(folder, f"{env.job_id}_address_{count}_{attempt}.json")
+    if env.global_rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=distributed.TIMEOUT)
+        secret = uuid.uuid4().hex
+        store.set("secret", secret)
+        address = {"hosts": node_addresses(), "port": store.port, "node": env.node, "secret": secret}
+        with atomic_write(path) as f:
+            f.write(json.dumps(address).encode())
+        return store
+    address = _read_address(path)
+    hosts = ["127.0.0.1"] if address["node"] == env.node else address["hosts"]
+    problems = []
+    for host in hosts:
+        try:
+            # Refused or unroutable addresses are found out by this at once, by the store only after its time-out.
+            socket.create_connection((host, address["port"]), timeout=10).close()
+            store = dist.TCPStore(host, address["port"], is_master=False, timeout=distributed.TIMEOUT / 60)
+            if store.get("secret").decode() == address["secret"]:
+                store.set_timeout(distributed.TIMEOUT)
+                return store
+            problems.append(f"{host}: another program answers")
+        except (OSError, RuntimeError) as error:
+            problems.append(f"{host}: {str(error).splitlines()[0]}")
+    raise UserError(f"LAUNCH.MODE: {env.hostname} can't reach rank 0 at port {address['port']} of {'; '.join(problems)}")
+
+
+def _read_address(path: str) -> Dict[str, Any]:
+    """Waits for rank 0's address."""
+    deadline = time.monotonic() + distributed.TIMEOUT.total_seconds()
+    while time.monotonic() < deadline:
+        # Listing the folder makes a network file system look again.
+        if os.path.basename(path) in os.listdir(os.path.dirname(path)):
+            with open(path, encoding="utf-8") as f:
+                return json.load(f)
+        time.sleep(0.2)
+    raise UserError(f"LAUNCH.FOLDER: rank 0 wrote no {path} in time; all nodes must see this folder")
+
+
+def node_addresses() -> List[str]:
+    """Addresses of this node, the likeliest first: the one that SLURM's daemons use, then the host's names."""
+    known = scontrol_show("node", os.environ["SLURMD_NODENAME"]) if "SLURMD_NODENAME" in os.environ else {}
+    return list(dict.fromkeys(filter(None, [known.get("NodeAddr"), socket.getfqdn(), socket.gethostname()])))
