@@ -5,6 +5,7 @@ the run save and stop, see `interrupt`; only then does rank 0 have the job put b
 """
 
 import json
+import logging
 import math
 import os
 import re
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
+import warnings
 from typing import Any, Callable, Dict, List, Sequence
 
 from pycls.core import distributed
@@ -101,6 +103,8 @@ class Job:
         sys.path.extend(folder for folder in self.path if folder not in sys.path)
         for name, value in self.variables.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        # Its lines go to the rank's log once, not again through ours.
+        logging.getLogger("submitit").propagate = False
         # submitit ignores SIGTERM; testing and timing shall end by it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Schedulers signal more than once and kill by themselves: only they decide when saving takes too long.
@@ -117,6 +121,8 @@ class Job:
         cfg.defrost()
         cfg.merge_from_text(self.config, "config of the job")
         cfg.freeze()
+        if env.cluster == "slurm" and cfg.DEVICE == "auto" and distributed.device_type() == "cpu":
+            warnings.warn(f"the job has GPUs on {env.hostname}, but torch sees none: it computes on the CPU", stacklevel=1)
         if cfg.NUM_GPUS == 1:
             if distributed.device_type() == "cuda":
                 torch.cuda.set_device(0)
@@ -145,6 +151,9 @@ class Job:
         if reason := self._reason_to_end(env, stop):
             print(f"pycls: not put back into the queue: {reason}", file=sys.stderr)
             return stop.code
+        where = "into the queue" if env.cluster == "slurm" else "to work"
+        print(f"pycls: the job is put back {where}, restart {self._restarts() + 1} of at most {self._max_retry()}")
+        sys.stdout.flush()
         # Putting back ends every process of the job by SIGTERM, this one too; and once is enough.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         put_back = signal.signal(warning_signal(), signal.SIG_IGN)
@@ -168,7 +177,7 @@ class Job:
                 # A job that SLURM itself puts back is in this state too, and comes back whatever its exit code.
                 return f"SLURM is ending it (state {state})"
         if self._restarts() >= self._max_retry():
-            return f"it has been {self._restarts()} times, and LAUNCH.MAX_RETRY is {self._max_retry()}"
+            return f"restarts so far: {self._restarts()}, LAUNCH.MAX_RETRY: {self._max_retry()}"
         return ""
 
     def _restarts(self) -> int:

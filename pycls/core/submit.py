@@ -126,8 +126,8 @@ def _copy_code(folder: str) -> str:
         return [n for n in names if n == "__pycache__" or os.path.join(where, n) == data]
 
     shutil.copytree(package, os.path.join(code, "pycls"), ignore=left_out)
-    if os.path.exists(data):
-        os.symlink(data, os.path.join(code, "pycls", "datasets", "data"))
+    # Where data sets are looked for without DATA_LOADER.DATA_DIR: the folder itself, also if it comes later.
+    os.symlink(data, os.path.join(code, "pycls", "datasets", "data"))
     configs = os.path.join(os.path.dirname(package), "configs")
     if os.path.isdir(configs) and not os.path.exists(os.path.join(package, "configs")):
         os.symlink(configs, os.path.join(code, "configs"))
@@ -238,37 +238,43 @@ def _outside_of_jobs() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-# What sbatch says -> the key to look at.
+# What sbatch says -> the keys to look at.
 _KEYS = (
-    ("partition", "LAUNCH.PARTITION"),
-    ("feature", "LAUNCH.GPU_TYPE"),
-    ("time limit", "LAUNCH.TIME_LIMIT"),
-    ("gres", "NUM_GPUS, LAUNCH.GPU_TYPE or DEVICE"),
-    ("memory", "LAUNCH.MEM_PER_GPU"),
-    ("configuration", "NUM_GPUS, MAX_GPUS_PER_NODE, LAUNCH.GPU_TYPE, LAUNCH.CPUS_PER_GPU or LAUNCH.MEM_PER_GPU"),
-    ("node count", "NUM_GPUS or MAX_GPUS_PER_NODE"),
-    ("account", "the environment variable SBATCH_ACCOUNT"),
-    ("qos", "the environment variable SBATCH_QOS"),
-)
+    ("partition", ("LAUNCH.PARTITION",)),
+    ("feature", ("LAUNCH.GPU_TYPE",)),
+    ("time limit", ("LAUNCH.TIME_LIMIT",)),
+    ("gres", ("NUM_GPUS", "MAX_GPUS_PER_NODE", "LAUNCH.GPU_TYPE", "DEVICE")),
+    ("processors", ("LAUNCH.CPUS_PER_GPU",)),
+    ("memory", ("LAUNCH.MEM_PER_GPU",)),
+    ("node count", ("NUM_GPUS", "MAX_GPUS_PER_NODE")),
+    ("node configuration", ("NUM_GPUS", "MAX_GPUS_PER_NODE", "LAUNCH.GPU_TYPE", "LAUNCH.CPUS_PER_GPU",
+                            "LAUNCH.MEM_PER_GPU", "DEVICE")),
+)  # fmt: skip
 
 
 def _explained(text: str) -> str:
-    """One line for what sbatch said: the key that is meant and its value, then sbatch's own reason."""
+    """One line for what sbatch said: the keys that are meant, its own reason, and what the partition has to offer."""
     lines = [re.sub(r"^sbatch: (error|fatal): (Batch job submission failed: )?", "", line) for line in text.splitlines()]
-    reason = next((line for line in reversed(lines) if line.strip()), "sbatch gave no reason").strip()
-    key = next((key for word, key in _KEYS if word in reason.lower()), "LAUNCH.MODE")
-    if key == "LAUNCH.PARTITION":
-        known = _partitions()
-        there = f"{nearest(cfg.LAUNCH.PARTITION, known)}; there are {', '.join(known)}" if known else ""
-        return f"LAUNCH.PARTITION: {cfg.LAUNCH.PARTITION!r} was refused by sbatch: {reason}{there}"
-    values = {"LAUNCH.GPU_TYPE": f" {cfg.LAUNCH.GPU_TYPE!r}", "LAUNCH.TIME_LIMIT": f" {cfg.LAUNCH.TIME_LIMIT} minutes",
-              "LAUNCH.MEM_PER_GPU": f" {cfg.LAUNCH.MEM_PER_GPU} GB", "LAUNCH.MODE": " slurm"}  # fmt: skip
-    return f"{key}:{values.get(key, '')} was refused by sbatch: {reason}"
+    reason = next((line for line in reversed(lines) if line.strip()), "it gave no reason").strip()
+    keys = next((keys for word, keys in _KEYS if word in reason.lower()), ("LAUNCH.MODE",))
+    flat = dict(cfg.flat())
+    asked = ", ".join(f"{key} {flat[key]}" for key in keys)
+    if keys == ("LAUNCH.PARTITION",):
+        known = list(dict.fromkeys(_sinfo("%R").split()))
+        there = f"{nearest(cfg.LAUNCH.PARTITION, known)}; known: {', '.join(known)}" if known else ""
+    else:
+        partition = ["--partition", cfg.LAUNCH.PARTITION] if cfg.LAUNCH.PARTITION else []
+        rows = _sinfo("%R: %D nodes with %c cores, %m MB, %G, features %f; time limit %l", *partition).splitlines()
+        there = f"; there is {', '.join(rows)}" if rows and keys != ("LAUNCH.MODE",) else ""
+    return f"{keys[0]}: sbatch refused {asked}: {reason}{there}"
 
 
-def _partitions() -> List[str]:
+def _sinfo(form: str, *options: str) -> str:
+    """What SLURM tells of its partitions and nodes, '' if it doesn't answer."""
     try:
-        done = subprocess.run(["sinfo", "--noheader", "--format=%R"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            ["sinfo", "--noheader", f"--format={form}", *options], capture_output=True, text=True, timeout=30
+        )
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return list(dict.fromkeys(done.stdout.split()))
+        return ""
+    return done.stdout

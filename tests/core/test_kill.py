@@ -8,9 +8,8 @@ import sys
 import time
 
 import pytest
+from conftest import ROOT, TINY_RUN
 from runs import SLOW_WRITER, assert_same_run, finish
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def start(config, out_dir, *words, **env):
@@ -32,8 +31,6 @@ def kill(process, number=signal.SIGKILL):
 @pytest.fixture(scope="module", params=["1", "2"], ids=["1 process", "2 processes"])
 def unbroken(request, tmp_path_factory):
     """A run that nobody disturbs: (number of processes, config, OUT_DIR, seconds it took)."""
-    from conftest import TINY_RUN
-
     folder = tmp_path_factory.mktemp("unbroken")
     (folder / "tiny.yaml").write_text(TINY_RUN)
     began = time.monotonic()
