@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pycls.core import watch
+from pycls.core import rendezvous, watch
 from pycls.core.config import cfg
 from pycls.core.errors import FaultError, UserError
 from pycls.core.interrupt import Interrupted, warning_signal
@@ -125,7 +125,7 @@ def run(main: Callable[[], Any]) -> Any:
 
         return submit.submit(main)
     if started_by_launcher():
-        return _as_rank(main, None)
+        return _as_rank(main)
     if cfg.NUM_GPUS == 1:
         if device_type() == "cuda":
             torch.cuda.set_device(0)
@@ -154,7 +154,7 @@ def init_process_group(rank: int, world_size: int, local_rank: int, local_size: 
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
     where = {"store": store} if store is not None else {"init_method": "env://"}
     # The backend's own time-out, whose text names nobody, comes after the watch's: only where all ranks wait alike.
-    timeout = timedelta(seconds=max(cfg.DIST_TIMEOUT, watch.START_SECONDS) + 60)
+    timeout = start_timeout() + timedelta(seconds=60)
     try:
         dist.init_process_group(_backend(), rank=rank, world_size=world_size, timeout=timeout, **where)
     except RuntimeError as error:
@@ -170,24 +170,36 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _as_rank(main: Callable[[], Any], store) -> Any:
+def _as_rank(main: Callable[[], Any]) -> Any:
     """Runs `main` as one rank of a launcher's job."""
     env = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]))
+    store, part = None, ""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        store, part = rendezvous.join_torchrun(env["RANK"], env["WORLD_SIZE"], start_timeout())
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     init_process_group(env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], local_size, store)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # A launcher that restarts its ranks keeps the store: each attempt has its own names in it.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    watch.meet(host, port, f"pycls/{attempt}")
+    return watched(main, address, part)
+
+
+def start_timeout() -> timedelta:
+    """How long ranks wait for each other when they start: longer than in a step, as some have much to read first."""
+    return timedelta(seconds=max(cfg.DIST_TIMEOUT, watch.START_SECONDS))
+
+
+def watched(main: Callable[[], Any], address: Tuple[str, int], part: str = "") -> Any:
+    """Runs `main` on a rank of the group, watching the others (see `watch`), then leaves the group.
+
+    Args:
+        address: host and port of the rendezvous store. part: the name in it of what is this group's alone.
+    Raises:
+        FaultError: another rank died, so that a collective broke.
+    """
+    watch.meet(*address, f"{_PREFIX}/{part}")
     return _watched(main)
 
 
 def _watched(main: Callable[[], Any]) -> Any:
-    """Runs `main` on a rank of the group, watching the others (see `watch`), then leaves the group.
-
-    Raises:
-        FaultError: another rank died, so that a collective broke.
-    """
     watching = watch.Watch(get_rank(), get_world_size(), cfg.DIST_TIMEOUT)
     try:
         result = main()
@@ -262,8 +274,7 @@ PLUGINS: List[str] = []
 
 
 def _forward_signals(processes) -> Dict[int, Any]:
-    """Passes SIGTERM, SIGINT and a scheduler's warning on to the ranks, which save and end; returns the former handlers.
-    """
+    """Passes SIGTERM, SIGINT and a scheduler's warning on to the ranks, which save and end; returns former handlers."""
 
     def forward(number, frame):
         for process in processes:

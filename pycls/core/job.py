@@ -4,7 +4,6 @@ submitit starts a `Job` in every task of the job. A scheduler's warning (before 
 the run save and stop, see `interrupt`; only then does rank 0 have the job put back, and the checkpoint does the rest.
 """
 
-import json
 import logging
 import math
 import os
@@ -13,12 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import uuid
 import warnings
 from typing import Any, Callable, Dict, List, Sequence
 
-from pycls.core import distributed
+from pycls.core import distributed, rendezvous, watch
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
 from pycls.core.interrupt import Interrupted, StopRequest, warning_signal
@@ -91,7 +88,7 @@ class Job:
                 stopped.append(stop)
                 raise
 
-        code = guarded(body, name=f"rank {env.global_rank}: ")
+        code = guarded(body, watch.first_to_speak, f"rank {env.global_rank}: ")
         if not stopped:
             return code
         # A task that ends badly may take the others with it, and rank 0 is not ready yet.
@@ -122,7 +119,12 @@ class Job:
         cfg.merge_from_text(self.config, "config of the job")
         cfg.freeze()
         if env.cluster == "slurm" and cfg.DEVICE == "auto" and distributed.device_type() == "cpu":
-            warnings.warn(f"the job has GPUs on {env.hostname}, but torch sees none: it computes on the CPU", stacklevel=1)
+            warnings.warn(
+                f"the job asked for GPUs, but torch sees none on {env.hostname}: the CPU is used", stacklevel=1
+            )
+        if env.cluster == "slurm":
+            # Where SLURM binds a task to its cores, those are all that torch sees; where not, this is its share.
+            torch.set_num_threads(min(torch.get_num_threads(), cfg.LAUNCH.CPUS_PER_GPU))
         if cfg.NUM_GPUS == 1:
             if distributed.device_type() == "cuda":
                 torch.cuda.set_device(0)
@@ -133,16 +135,11 @@ class Job:
             raise UserError(
                 f"NUM_GPUS: {tasks} processes on {env.hostname}, where torch sees {torch.cuda.device_count()} GPU(s)"
             )
-        if env.cluster == "slurm":
-            # Where SLURM binds a task to its cores, those are all that torch sees; where not, this is its share.
-            torch.set_num_threads(min(torch.get_num_threads(), cfg.LAUNCH.CPUS_PER_GPU))
-        store = meet(env, self.folder, self.restarts)
+        path = os.path.join(self.folder, f"{env.job_id}_address_{self._restarts()}_{self.restarts}.json")
+        store = rendezvous.meet(path, env.global_rank, env.node, node_addresses(), distributed.start_timeout())
         sharing = 1 if env.cluster == "slurm" else tasks
         distributed.init_process_group(env.global_rank, env.num_tasks, env.local_rank, sharing, store)
-        try:
-            self.main()
-        finally:
-            distributed.destroy_process_group()
+        distributed.watched(self.main, (store.host, store.port))
 
     # ----------------------------------------------------------------- put back
 
@@ -203,7 +200,9 @@ def exit_file(folder: str, job_id: str, rank: int) -> str:
 def scontrol_show(kind: str, name: str) -> Dict[str, str]:
     """What SLURM knows of a job or node, empty if it knows nothing or can't be asked."""
     try:
-        done = subprocess.run(["scontrol", "--oneliner", "show", kind, name], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["scontrol", "--oneliner", "show", kind, name], capture_output=True, text=True, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return {}
     return dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", done.stdout)) if done.returncode == 0 else {}
@@ -212,59 +211,6 @@ def scontrol_show(kind: str, name: str) -> Dict[str, str]:
 def job_state(job_id: str) -> Dict[str, str]:
     """JobState, Reason, ExitCode, Restarts and the other fields of `scontrol show job`."""
     return scontrol_show("job", job_id)
-
-
-# -------------------------------------------------------------- where ranks meet
-
-
-def meet(env, folder: str, attempt: int):
-    """Joins the ranks in a key-value store that rank 0 serves, on a port that its system picks.
-
-    Rank 0 writes port and addresses to a file in the job's folder; the others try these in turn. A secret in the
-    file and in the store makes sure that they found rank 0 and not somebody else.
-
-    Raises:
-        UserError: rank 0's addresses can't be reached from here, or are not known in time.
-    """
-    import torch.distributed as dist
-
-    count = os.environ.get("SLURM_RESTART_COUNT", "0")
-    path = os.path.join(folder, f"{env.job_id}_address_{count}_{attempt}.json")
-    if env.global_rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=distributed.TIMEOUT)
-        secret = uuid.uuid4().hex
-        store.set("secret", secret)
-        address = {"hosts": node_addresses(), "port": store.port, "node": env.node, "secret": secret}
-        with atomic_write(path) as f:
-            f.write(json.dumps(address).encode())
-        return store
-    address = _read_address(path)
-    hosts = ["127.0.0.1"] if address["node"] == env.node else address["hosts"]
-    problems = []
-    for host in hosts:
-        try:
-            # Refused or unroutable addresses are found out by this at once, by the store only after its time-out.
-            socket.create_connection((host, address["port"]), timeout=10).close()
-            store = dist.TCPStore(host, address["port"], is_master=False, timeout=distributed.TIMEOUT / 60)
-            if store.get("secret").decode() == address["secret"]:
-                store.set_timeout(distributed.TIMEOUT)
-                return store
-            problems.append(f"{host}: another program answers")
-        except (OSError, RuntimeError) as error:
-            problems.append(f"{host}: {str(error).splitlines()[0]}")
-    raise UserError(f"LAUNCH.MODE: {env.hostname} can't reach rank 0 at port {address['port']} of {'; '.join(problems)}")
-
-
-def _read_address(path: str) -> Dict[str, Any]:
-    """Waits for rank 0's address."""
-    deadline = time.monotonic() + distributed.TIMEOUT.total_seconds()
-    while time.monotonic() < deadline:
-        # Listing the folder makes a network file system look again.
-        if os.path.basename(path) in os.listdir(os.path.dirname(path)):
-            with open(path, encoding="utf-8") as f:
-                return json.load(f)
-        time.sleep(0.2)
-    raise UserError(f"LAUNCH.FOLDER: rank 0 wrote no {path} in time; all nodes must see this folder")
 
 
 def node_addresses() -> List[str]:

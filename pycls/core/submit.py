@@ -254,7 +254,9 @@ _KEYS = (
 
 def _explained(text: str) -> str:
     """One line for what sbatch said: the keys that are meant, its own reason, and what the partition has to offer."""
-    lines = [re.sub(r"^sbatch: (error|fatal): (Batch job submission failed: )?", "", line) for line in text.splitlines()]
+    lines = [
+        re.sub(r"^sbatch: (error|fatal): (Batch job submission failed: )?", "", line) for line in text.splitlines()
+    ]
     reason = next((line for line in reversed(lines) if line.strip()), "it gave no reason").strip()
     keys = next((keys for word, keys in _KEYS if word in reason.lower()), ("LAUNCH.MODE",))
     flat = dict(cfg.flat())

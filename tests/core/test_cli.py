@@ -66,7 +66,7 @@ MISTAKES = {
     "unknown key prefix": (("--list-keys", "OPTIMM"), "did you mean OPTIM?"),
     "nothing to scale by": (("--mode", "scale", "--cfg", "{cfg}"), "scal"),
     "offload": ((*TRAIN, "FSDP.ENABLED", "True", "FSDP.CPU_OFFLOAD", "True"), "FSDP.CPU_OFFLOAD"),
-    "uneven machines": ((*TRAIN, "LAUNCH.MODE", "slurm", "NUM_GPUS", "8", "MAX_GPUS_PER_NODE", "3"), "NUM_GPUS 6 and 9"),
+    "uneven machines": ((*TRAIN, "LAUNCH.MODE", "slurm", "NUM_GPUS", "8", "MAX_GPUS_PER_NODE", "3"), "6 and 9"),
     "no time before the signal": ((*TRAIN, "LAUNCH.MODE", "submitit_local", "LAUNCH.TIME_LIMIT", "2"), "SIGNAL_DELAY"),
     "fairscale": ((*TRAIN, "FSDP.ENABLED", "True", "FSDP.BACKEND", "fairscale"), "FSDP.BACKEND"),
     "ffcv": ((*TRAIN, "DATA_LOADER.MODE", "ffcv"), "DATA_LOADER.MODE"),

@@ -112,7 +112,8 @@ def unbroken(tmp_path_factory):
 def test_two_nodes_train_as_one_machine_does(cluster, unbroken, tmp_path):
     out_dir = tmp_path / "a b" / "run"
     output = output_of(start(unbroken[0], out_dir, *ON_TWO_NODES))
-    assert re.search(r"job (\d+) submitted: 2 node\(s\), 1 process\(es\) on each.*\n.*\n.*tail -F .*\n.*scancel \1", output)
+    told = r"job (\d+) submitted: 2 node\(s\), 1 process\(es\) on each.*\n.*\n.*tail -F .*\n.*scancel \1"
+    assert re.search(told, output)
     assert "RUNNING on n[1-2]" in output and output.rstrip().endswith("COMPLETED")
     assert '"epoch": "3/3"' in output and '"epoch": "3/3"' in (out_dir / "stdout.log").read_text()
     assert_same_run(unbroken[1], out_dir)
@@ -162,7 +163,8 @@ def test_what_sbatch_refuses_is_one_line(cluster, fresh_cfg, tiny_run, tmp_path,
     }
     for words, message in refused.items():
         config.reset_cfg()
-        code = cli.main(["--mode", "train", "--cfg", str(tiny_run), "OUT_DIR", str(tmp_path / "out"), *ON_TWO_NODES, *words])
+        run = ("--mode", "train", "--cfg", str(tiny_run), "OUT_DIR", str(tmp_path / "out"))
+        code = cli.main([*run, *ON_TWO_NODES, *words])
         lines = capsys.readouterr().err.splitlines()
         assert code == 2 and len(lines) == 1 and message in lines[0], lines
     assert not (tmp_path / "out").exists()
