@@ -141,10 +141,13 @@ def _slurm_state(job_id: str, folder: str) -> State:
     """The state of a job as SLURM's controller tells it; no accounting is needed."""
     job = job_state(job_id)
     own = _exit_codes(job_id, folder).get(0)
+    if not job and _controller_answers():
+        # Not just a moment without an answer: it may have forgotten a job that ended minutes ago.
+        job = job_state(job_id) or {"JobState": "GONE"}
     if not job:
-        # The controller did not answer, or has forgotten a job that ended minutes ago.
-        known = _controller_answers()
-        return ("gone from SLURM", True, own) if known else ("", False, None)
+        return "", False, None
+    if job["JobState"] == "GONE":
+        return "no longer known to SLURM", True, own
     state, restarts = job["JobState"], int(job.get("Restarts", 0))
     again = f", restart {restarts}" if restarts else ""
     if state in _ALIVE:

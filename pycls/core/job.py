@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from pycls.core import distributed, rendezvous, watch
 from pycls.core.config import cfg
@@ -40,7 +40,7 @@ class Job:
         folder: str,
         cwd: str,
         path: Sequence[str] = (),
-        variables: Dict[str, Any] = None,
+        variables: Optional[Dict[str, Optional[str]]] = None,
         restarts: int = 0,
     ):
         self.main, self.config, self.plugins, self.folder = main, config, list(plugins), folder
@@ -74,7 +74,7 @@ class Job:
 
     # ------------------------------------------------------------------- one rank
 
-    def run(self, env):
+    def run(self, env) -> Optional[int]:
         """Runs `main` as the rank that `env` (submitit's) describes; returns the exit code, None if it was put back."""
         from pycls.core.cli import guarded
 
@@ -143,7 +143,7 @@ class Job:
 
     # ----------------------------------------------------------------- put back
 
-    def _after_stop(self, env, stop: Interrupted):
+    def _after_stop(self, env, stop: Interrupted) -> Optional[int]:
         """Has the job put back into the queue if that is wanted; returns the exit code, None if it was put back."""
         if reason := self._reason_to_end(env, stop):
             print(f"pycls: not put back into the queue: {reason}", file=sys.stderr)
@@ -179,7 +179,8 @@ class Job:
 
     def _restarts(self) -> int:
         """How often the job has begun anew, by us or by SLURM itself."""
-        return max(self.restarts, int(os.environ.get("SLURM_RESTART_COUNT", 0)))
+        by_slurm = os.environ.get("SLURM_RESTART_COUNT", 0) if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" else 0
+        return max(self.restarts, int(by_slurm))
 
     def _max_retry(self) -> int:
         # From the text: submitit may ask before the config is in force.

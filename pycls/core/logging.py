@@ -311,6 +311,9 @@ def git_commit() -> Optional[str]:
     """The commit of the tree that this file is in, marked if files differ from it; None outside of one."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if not os.path.exists(os.path.join(root, ".git")):
+        # A job runs a copy of the code, which says what it was copied from.
+        with contextlib.suppress(OSError), open(os.path.join(root, "COMMIT"), encoding="utf-8") as f:
+            return f.read().strip() or None
         return None
     command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

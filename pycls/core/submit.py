@@ -19,7 +19,9 @@ import pycls
 from pycls.core import distributed
 from pycls.core.config import cfg
 from pycls.core.errors import UserError, nearest
+from pycls.core.interrupt import warning_signal
 from pycls.core.job import Job
+from pycls.core.logging import git_commit
 
 
 def submit(main: Callable[[], Any]) -> None:
@@ -128,6 +130,8 @@ def _copy_code(folder: str) -> str:
     shutil.copytree(package, os.path.join(code, "pycls"), ignore=left_out)
     # Where data sets are looked for without DATA_LOADER.DATA_DIR: the folder itself, also if it comes later.
     os.symlink(data, os.path.join(code, "pycls", "datasets", "data"))
+    with open(os.path.join(code, "COMMIT"), "w", encoding="utf-8") as f:
+        f.write(git_commit() or "")
     configs = os.path.join(os.path.dirname(package), "configs")
     if os.path.isdir(configs) and not os.path.exists(os.path.join(package, "configs")):
         os.symlink(configs, os.path.join(code, "configs"))
@@ -210,6 +214,8 @@ def slurm_options() -> Dict[str, Any]:
         "signal_delay_s": launch.SIGNAL_DELAY,
         "stderr_to_stdout": True,
         "wckey": None,
+        # Some clusters signal the script too: it must live on for as long as the ranks save.
+        "setup": [f"trap : TERM {signal.Signals(warning_signal()).name[3:]}"],
         # Rank 0's own wish is not enough: SLURM must be allowed to put the job back.
         "additional_parameters": {"requeue" if launch.MAX_RETRY else "no-requeue": True},
         # Neighbouring ranks share a node; one that fails ends the job, where the others would wait for it in vain.

@@ -15,7 +15,8 @@ import pytest
 from conftest import ROOT, TINY_RUN
 from runs import assert_same_run
 
-from pycls.core import cli, config
+from pycls.core import cli, config, submit, trainer
+from pycls.core.job import Job
 
 # Steps that last long enough to be interrupted; they compute the same.
 SLOW_LOSS = """
@@ -176,7 +177,8 @@ def test_what_sbatch_refuses_is_one_line(cluster, fresh_cfg, tiny_run, tmp_path,
 def test_a_job_on_this_machine_trains_as_the_plain_run_and_restarts_after_a_warning(unbroken, tmp_path):
     plugin, out_dir = tmp_path / "slow.py", tmp_path / "run"
     plugin.write_text(SLOW_LOSS)
-    run = start(unbroken[0], out_dir, "LAUNCH.MODE", "submitit_local", "MODEL.LOSS_FUN", "slow", plugin=plugin)
+    words = ("LAUNCH.MODE", "submitit_local", "MODEL.LOSS_FUN", "slow")
+    run = start(unbroken[0], out_dir, *words, plugin=plugin, **LEFT_OVER)
     wait_for(out_dir / "stdout.log", '"iter": "6/11"', run)
     for pid in _children(_children(run.pid)[0]):
         os.kill(pid, signal.SIGUSR2)
@@ -194,6 +196,30 @@ def test_a_job_on_this_machine_passes_its_exit_code_on(run_tool, tiny_run, tmp_p
     done = run_tool("run_net.py", "--mode", "train", "--cfg", tiny_run, "OUT_DIR", tmp_path / "out", "LAUNCH.MODE",
                     "submitit_local", "TRAIN.WEIGHTS", "none.pyth")  # fmt: skip
     assert done.returncode == 2 and "pycls: error: none.pyth" in done.stdout
+
+
+def test_a_job_is_handed_back_unchanged_and_only_as_often_as_allowed(fresh_cfg):
+    first = job = Job(trainer.train_model, config.cfg.dump(), ["my_plugin"], "folder", "cwd")
+    for _ in range(config.cfg.LAUNCH.MAX_RETRY):
+        job = job.checkpoint().function
+    assert job.checkpoint() is None
+    assert vars(job) == {**vars(first), "restarts": config.cfg.LAUNCH.MAX_RETRY}
+
+
+@pytest.mark.parametrize(
+    "device, gpu_type, gpus, constraint",
+    [
+        ("auto", "volta", 8, "volta"),
+        ("auto", "gpu:a100", "a100:8", None),
+        ("cuda", "", 8, None),
+        ("cpu", "volta", None, None),
+    ],
+)
+def test_gpus_are_asked_for_unless_the_device_is_cpu(fresh_cfg, device, gpu_type, gpus, constraint):
+    fresh_cfg.merge_from_list(["NUM_GPUS", "16", "DEVICE", device, "LAUNCH.GPU_TYPE", gpu_type])
+    asked = submit.slurm_options()
+    assert (asked["nodes"], asked["ntasks_per_node"], asked["mem"]) == (2, 8, "480GB")
+    assert (asked.get("gpus_per_node"), asked.get("constraint")) == (gpus, constraint)
 
 
 def test_without_sbatch_it_says_what_to_use(fresh_cfg, tiny_run, tmp_path, capsys, monkeypatch):
