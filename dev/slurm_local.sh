@@ -109,7 +109,6 @@ gone() { [ -z "$(running)" ]; }
 no_jobs() { [ -z "$(squeue -h 2>/dev/null)" ]; }
 
 start() {
-    [ "$(id -u)" = 0 ] || fail "starting SLURM needs root"
     if [ -n "$(running)" ]; then
         if ready; then
             say "is running already in $folder"
@@ -152,6 +151,7 @@ stop() {
 
 case "$action" in
     start)
+        [ "$(id -u)" = 0 ] || fail "starting SLURM needs root"
         mkdir -p -m 700 "$folder"
         folder="$(realpath "$folder")"
         export SLURM_CONF="$folder/slurm.conf"

@@ -114,8 +114,9 @@ def _print_new(path: str, position: int) -> int:
 def _finish(job_id: str, folder: str, code: Optional[int], state: str) -> None:
     if code == 0:
         return
-    failed = {rank: c for rank, c in _exit_codes(job_id, folder).items() if c}
-    rank = 0 if 0 in failed or not failed else min(failed)
+    failed = [rank for rank, its in _exit_codes(job_id, folder).items() if its]
+    # The first one knows why; the others only lost it.
+    rank = min(failed, key=lambda rank: os.path.getmtime(exit_file(folder, job_id, rank)), default=0)
     raise RankFailed(
         f"job {job_id} ended as {state}; the log of rank {rank}: {log_file(job_id, folder, rank)}", code or 1
     )

@@ -146,7 +146,7 @@ class Job:
     def _after_stop(self, env, stop: Interrupted) -> Optional[int]:
         """Has the job put back into the queue if that is wanted; returns the exit code, None if it was put back."""
         if reason := self._reason_to_end(env, stop):
-            print(f"pycls: not put back into the queue: {reason}", file=sys.stderr)
+            print(f"pycls: not put back into the queue by pycls: {reason}", file=sys.stderr)
             return stop.code
         where = "into the queue" if env.cluster == "slurm" else "to work"
         print(f"pycls: the job is put back {where}, restart {self._restarts() + 1} of at most {self._max_retry()}")
@@ -169,10 +169,12 @@ class Job:
             if stop.signal != warning_signal():
                 return "it was asked to end"
         else:
-            state = job_state(env.job_id).get("JobState", "RUNNING")
+            job = job_state(env.job_id)
+            if int(job.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0)):
+                return "SLURM does so itself"
+            state = job.get("JobState", "RUNNING")
             if stop.signal == signal.SIGINT or state != "RUNNING":
-                # A job that SLURM itself puts back is in this state too, and comes back whatever its exit code.
-                return f"SLURM is ending it (state {state})"
+                return f"it was asked to end (state {state})"
         if self._restarts() >= self._max_retry():
             return f"restarts so far: {self._restarts()}, LAUNCH.MAX_RETRY: {self._max_retry()}"
         return ""
