@@ -68,7 +68,7 @@ MISTAKES = {
     "offload": ((*TRAIN, "FSDP.ENABLED", "True", "FSDP.CPU_OFFLOAD", "True"), "FSDP.CPU_OFFLOAD"),
     "uneven machines": ((*TRAIN, "LAUNCH.MODE", "slurm", "NUM_GPUS", "8", "MAX_GPUS_PER_NODE", "3"), "6 and 9"),
     "no time before the signal": ((*TRAIN, "LAUNCH.MODE", "submitit_local", "LAUNCH.TIME_LIMIT", "2"), "SIGNAL_DELAY"),
-    "fairscale": ((*TRAIN, "FSDP.ENABLED", "True", "FSDP.BACKEND", "fairscale"), "FSDP.BACKEND"),
+    "fairscale": ((*TRAIN, "NUM_GPUS", "2", "FSDP.ENABLED", "True", "FSDP.BACKEND", "fairscale"), "FSDP.BACKEND"),
     "ffcv": ((*TRAIN, "DATA_LOADER.MODE", "ffcv"), "DATA_LOADER.MODE"),
 }
 needs_no_gpu = {"no cuda", "too many processes"}
