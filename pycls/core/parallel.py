@@ -4,8 +4,9 @@
 The trainer only ever calls the methods of the plan that it returns; models know nothing of all this.
 """
 
+import contextlib
 import functools
-from typing import Optional
+from typing import List, Optional
 
 import torch
 from torch import nn
@@ -24,16 +25,54 @@ from pycls.core.sync_norm import synchronised
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Recomputes activations in the backward pass: all of a block's, or all but those of matrix products."""
+    """Recomputes activations in the backward pass: all of a block's, or all but those of matrix products.
+
+    Raises:
+        UserError: the model's activations work in place, and those of matrix products are to be kept.
+    """
     if cfg.ACT_CHECKPOINT == "none":
         return
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    from torch.utils.checkpoint import checkpoint
 
-    options = {"use_reentrant": False}
-    if cfg.ACT_CHECKPOINT == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(_costly_operations()))
+    selective = cfg.ACT_CHECKPOINT == "selective"
+    if selective and any(getattr(module, "inplace", False) for module in model.modules()):
+        raise UserError(
+            "ACT_CHECKPOINT: selective can't keep what in-place activations change; add MODEL.ACTIVATION_INPLACE False"
+        )
     for block in repeated_blocks(model):
-        block.forward = functools.partial(checkpoint, block.forward, **options)
+        norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        options = {"context_fn": functools.partial(_contexts, selective, norms)} if selective or norms else {}
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+def _contexts(selective: bool, norms: List[nn.Module]):
+    """(Context of a block's forward pass, context of its repetition), for torch's checkpoint."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    if not selective:
+        return contextlib.nullcontext(), _at_rest(norms)
+    first, again = create_selective_checkpoint_contexts(list(_costly_operations()))
+    return (first, _both(again, _at_rest(norms))) if norms else (first, again)
+
+
+@contextlib.contextmanager
+def _at_rest(norms: List[nn.Module]):
+    """Keeps running statistics from following the same batch twice."""
+    # They are still read and saved for the backward pass as in the first pass: torch compares the two.
+    usual = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, momentum, count in usual:
+            norm.momentum, norm.num_batches_tracked = momentum, count
+
+
+@contextlib.contextmanager
+def _both(one, other):
+    with one, other:
+        yield
 
 
 def _costly_operations():

@@ -28,7 +28,8 @@ class HostSyncBatchNorm2d(nn.BatchNorm2d):
         centred = x - mean[:, None, None]
         variance = _channel_sum(centred.square()) / count
         with torch.no_grad():
-            self.num_batches_tracked += 1
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked += 1
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * count / (count - 1), self.momentum)
         scale = self.weight * torch.rsqrt(variance + self.eps)

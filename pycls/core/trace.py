@@ -233,13 +233,6 @@ def _trace(style: Style, batch: int, cuda: bool) -> Trace:
                 return _run(_on_fake_cpu(model), style, batch, cuda)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(f"MODEL.TYPE: {cfg.MODEL.TYPE} can't be planned, it depends on numbers: {error}") from None
-        except RuntimeError as error:
-            if "selective activation checkpoint" not in str(error):
-                raise
-            raise UserError(
-                "ACT_CHECKPOINT: selective can't keep what in-place activations change; "
-                "add MODEL.ACTIVATION_INPLACE False"
-            ) from None
 
 
 def _run(model: nn.Module, style: Style, batch: int, cuda: bool) -> Trace:

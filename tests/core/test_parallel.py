@@ -7,6 +7,7 @@ import torch
 from pycls.core import config
 from pycls.core import distributed as dist
 from pycls.core.config import cfg
+from pycls.core.errors import UserError
 
 VIT = """
 MODEL: {TYPE: vit, NUM_CLASSES: 10}
@@ -187,3 +188,23 @@ def test_no_process_holds_a_sharded_model_whole(outcomes):
     whole = 4 * 38e6
     # Of model and average a quarter each, a block, and what a first use of the libraries takes.
     assert 0 < outcomes["memory"] < 1.5 * whole
+
+
+@pytest.mark.parametrize("kind", ["block", "selective"])
+@pytest.mark.parametrize("model", MODELS)
+def test_recomputed_activations_change_nothing(fresh_cfg, model, kind):
+    """Loss, gradients and running statistics, which must not follow a batch twice."""
+    found = []
+    for checkpointed in ("none", kind):
+        text = config_text(model, 1, "ACT_CHECKPOINT", checkpointed, "MODEL.ACTIVATION_INPLACE", kind != "selective")
+        run = parallel_steps.new_run(text)
+        losses = parallel_steps.train_steps(run, 3)
+        found.append((losses, run.plan.model_state(run.raw)))
+    assert torch.equal(found[0][0], found[1][0])
+    for name, value in found[0][1].items():
+        assert torch.equal(value, found[1][1][name]), name
+
+
+def test_selective_recomputation_of_in_place_activations_is_refused(fresh_cfg):
+    with pytest.raises(UserError, match="MODEL.ACTIVATION_INPLACE False"):
+        parallel_steps.new_run(config_text("regnet", 1, "ACT_CHECKPOINT", "selective"))
