@@ -219,11 +219,12 @@ def _watched(main: Callable[[], Any]) -> Any:
 
 
 class RankFailed(RuntimeError):
-    """A child process ended badly; `code` is the exit code that the parent passes on, `told` whether all is said."""
+    """A rank ended badly; `code` is the exit code that is passed on, `told` whether all is said."""
 
-    def __init__(self, message: str, code: int, told: bool):
+    def __init__(self, message: str, code: int, told: Optional[bool] = None):
         super().__init__(message)
-        self.code, self.told = code, told
+        # A rank explains exit codes of our own itself.
+        self.code, self.told = code, code in (2, FaultError.code, Interrupted.code) if told is None else told
 
 
 def multi_proc_run(num_proc: int, fun: Callable, fun_args: Tuple = (), fun_kwargs: Optional[Dict] = None) -> None:
@@ -316,9 +317,7 @@ def _first_cause(failed: Dict[int, int], unsaid: Optional[bool]) -> RankFailed:
     rank, code = min(failed.items(), key=lambda item: (item[1] >= 0, item[1] == FaultError.code))
     if code < 0:
         return RankFailed(f"rank {rank} {_death(code)}; the other ranks were ended", FaultError.code, told=not unsaid)
-    # A rank explains exit codes of our own itself.
-    told = code in (2, FaultError.code, Interrupted.code)
-    return RankFailed(f"rank {rank} ended with exit code {code}; the other ranks were ended", code, told)
+    return RankFailed(f"rank {rank} ended with exit code {code}; the other ranks were ended", code)
 
 
 def _death(code: int) -> str:

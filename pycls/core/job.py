@@ -15,7 +15,7 @@ import sys
 import warnings
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from pycls.core import distributed, rendezvous, watch
+from pycls.core import distributed, rendezvous
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
 from pycls.core.interrupt import Interrupted, StopRequest, warning_signal
@@ -88,7 +88,8 @@ class Job:
                 stopped.append(stop)
                 raise
 
-        code = guarded(body, watch.first_to_speak, f"rank {env.global_rank}: ")
+        # Each rank speaks: it has a log of its own.
+        code = guarded(body, name=f"rank {env.global_rank}: ")
         if not stopped:
             return code
         # A task that ends badly may take the others with it, and rank 0 is not ready yet.

@@ -1,6 +1,9 @@
 """The 1,797 handwritten digits that scikit-learn ships: real scans of 8 x 8 pixels, no download."""
 
+import importlib.util
+import os
 from functools import partial
+from typing import Tuple
 
 import cv2
 import numpy as np
@@ -25,20 +28,15 @@ class Digits(ImageDataset):
         Raises:
             UserError: unknown split, or scikit-learn is missing.
         """
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError:
-            raise UserError("TRAIN.DATASET: digits needs scikit-learn: pip install 'pycls[digits]'") from None
         if split not in ("train", "val", "test"):
             raise UserError(f"digits: unknown split {split!r}; allowed: train, val (or test)")
-        scans = load_digits()
-        order = np.concatenate([np.arange((scans.target == c).sum()) for c in range(10)])
-        rank_in_class = np.empty(len(scans.target), dtype=np.int64)
-        rank_in_class[np.argsort(scans.target, kind="stable")] = order
+        images, labels = read_scans()
+        order = np.concatenate([np.arange((labels == c).sum()) for c in range(10)])
+        rank_in_class = np.empty(len(labels), dtype=np.int64)
+        rank_in_class[np.argsort(labels, kind="stable")] = order
         held_out = rank_in_class % _HELD_OUT == 0
         chosen = held_out if split != "train" else ~held_out
-        self.images = (scans.images[chosen] / 16.0).astype(np.float32)
-        self.labels = scans.target[chosen].astype(np.int64)
+        self.images, self.labels = images[chosen], labels[chosen]
         self.class_names = [str(digit) for digit in range(10)]
         self.train, self.size = split == "train", cfg.TRAIN.IM_SIZE
 
@@ -54,6 +52,22 @@ class Digits(ImageDataset):
             # What a hand does differently from one digit to the next; never a mirror image.
             image = transforms.random_affine(image, rng, degrees=12, shift=0.1, scale=0.12, shear=0.15)
         return _normalize(image)
+
+
+def read_scans() -> Tuple[np.ndarray, np.ndarray]:
+    """scikit-learn's scans, float32 (n, 8, 8) on 0..1, and digits, int64 (n,).
+
+    Its file is read and the library not imported, which would take a second of every process.
+
+    Raises:
+        UserError: scikit-learn is missing.
+    """
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None:
+        raise UserError("TRAIN.DATASET: digits needs scikit-learn: pip install 'pycls[digits]'")
+    path = os.path.join(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    rows = np.loadtxt(path, delimiter=",")
+    return (rows[:, :-1].reshape(-1, 8, 8) / 16.0).astype(np.float32), rows[:, -1].astype(np.int64)
 
 
 def _normalize(image: np.ndarray) -> np.ndarray:

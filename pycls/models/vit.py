@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pycls.core.config import cfg
 from pycls.core.errors import UserError, look_up
-from pycls.models import attention as attentions
+from pycls.models import attention as kernels
 from pycls.models.blocks import drop_path
 from pycls.models.layers import Act, Chain, Conv, LayerNorm, Linear, Norm2d, Patchify, Spec
 
@@ -233,7 +233,7 @@ class ViT(nn.Module):
         d, tokens = p["hidden_d"], token_count(p)
         layout, attention = (
             look_up(_LAYOUTS, p["layout"], "VIT.LAYOUT"),
-            look_up(attentions.KERNELS, p["attention"], "VIT.ATTENTION"),
+            look_up(kernels.KERNELS, p["attention"], "VIT.ATTENTION"),
         )
         rates = [p["drop_path"] * i / max(p["n_layers"] - 1, 1) for i in range(p["n_layers"])]
         blocks = {
@@ -279,9 +279,11 @@ class ViT(nn.Module):
             self.pos_embedding = nn.Parameter(positions)
         else:
             self.register_buffer("pos_embedding", positions, persistent=False)
-        within = [m for m in self.modules() if isinstance(m, MultiheadAttention)]
-        for module in (self.stem, *within, *self.repeated_blocks(), self):
-            module.reset_parameters()
+        # A blueprint (on the meta device) is given its values later.
+        if not self.head.head_fc.weight.is_meta:
+            attentions = [m for m in self.modules() if isinstance(m, MultiheadAttention)]
+            for module in (self.stem, *attentions, *self.repeated_blocks(), self):
+                module.reset_parameters()
 
     def reset_parameters(self):
         """PyCls's initialisation of what belongs to no block; those of stem, attention and blocks are their own.

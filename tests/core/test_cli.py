@@ -27,6 +27,7 @@ def command(fresh_cfg, capsys, tiny_run, tmp_path):
 
 
 TRAIN = ("--mode", "train", "--cfg", "{cfg}", "OUT_DIR", "{out}")
+INFO = ("--mode", "info", "--cfg", "{cfg}")
 TEST = ("--mode", "test", "--cfg", "{cfg}", "OUT_DIR", "{out}")
 
 MISTAKES = {
@@ -68,10 +69,10 @@ MISTAKES = {
     "offload": ((*TRAIN, "FSDP.ENABLED", "True", "FSDP.CPU_OFFLOAD", "True"), "FSDP.CPU_OFFLOAD"),
     "uneven machines": ((*TRAIN, "LAUNCH.MODE", "slurm", "NUM_GPUS", "8", "MAX_GPUS_PER_NODE", "3"), "6 and 9"),
     "no time before the signal": ((*TRAIN, "LAUNCH.MODE", "submitit_local", "LAUNCH.TIME_LIMIT", "2"), "SIGNAL_DELAY"),
-    "fairscale": ((*TRAIN, "NUM_GPUS", "2", "FSDP.ENABLED", "True", "FSDP.BACKEND", "fairscale"), "FSDP.BACKEND"),
+    "fairscale": ((*INFO, "NUM_GPUS", "2", "FSDP.ENABLED", "True", "FSDP.BACKEND", "fairscale"), "FSDP.BACKEND"),
     "ffcv": ((*TRAIN, "DATA_LOADER.MODE", "ffcv"), "DATA_LOADER.MODE"),
 }
-needs_no_gpu = {"no cuda", "too many processes"}
+needs_no_gpu = {"no cuda", "too many processes", "fairscale"}
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -57,6 +57,8 @@ def test_killed_at_random_moments(unbroken, tmp_path):
     assert_same_run(whole, out_dir)
 
 
+# A rank of several that is killed while it saves: test_faults.py.
+@pytest.mark.parametrize("unbroken", ["1"], ids=["1 process"], indirect=True)
 def test_killed_while_writing_a_checkpoint(unbroken, tmp_path):
     processes, config, whole, _ = unbroken
     plugin, marker, out_dir = tmp_path / "slow_writer.py", tmp_path / "half", tmp_path / "run"

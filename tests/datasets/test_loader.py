@@ -13,6 +13,7 @@ import torch
 from pycls.core.errors import UserError
 from pycls.datasets import loader as data_loader
 from pycls.datasets.base import ImageDataset
+from pycls.datasets.digits import read_scans
 from pycls.datasets.loader import TestSampler, TrainSampler
 
 
@@ -226,3 +227,12 @@ def test_digits_are_split_in_fixed_balanced_parts(fresh_cfg):
     assert sum(image.tobytes() in seen for image in held_out.images) == 0
     assert not np.array_equal(train[(0, (1,))][0], train[(0, (2,))][0])
     assert np.array_equal(held_out[(0, (1,))][0], held_out[(0, (2,))][0])
+
+
+def test_the_scans_are_those_of_scikit_learn(fresh_cfg):
+    """Their file is read without the library."""
+    from sklearn.datasets import load_digits
+
+    images, labels = read_scans()
+    digits = load_digits()
+    assert np.array_equal(images, (digits.images / 16).astype(np.float32)) and np.array_equal(labels, digits.target)
