@@ -101,7 +101,9 @@ def delete_checkpoints(keep: int = 0) -> int:
 
 def _remove(path: str) -> None:
     if os.path.isdir(path):
-        shutil.rmtree(path)
+        shutil.rmtree(os.path.realpath(path))
+        if os.path.islink(path):
+            os.remove(path)
     else:
         remove_file(path)
 
@@ -355,26 +357,35 @@ def write_checkpoint(state: Dict[str, Any], path: str) -> str:
 
 def update_best(state: Dict[str, Any], group=None) -> None:
     """Brings OUT_DIR/model.pyth up to date: model and EMA each as of their own lowest test error (PyCls)."""
-    path = get_checkpoint_best()
+    path, former = get_checkpoint_best(), _former_best()
     averaged = state["ema_state"] is not state["model_state"]
     errors = {"model_state": "test_err", **({"ema_state": "ema_err"} if averaged else {})}
-    best = _read_best(path)
+    best = _read_best(former) if former else {}
     older = [name for name, error in errors.items() if best and state[error] >= best[error]]
     if len(older) == len(errors):
         return
     if older and is_sharded():
-        best = checkpoint_shards.read_parts(path, {name: _like(state[name]) for name in errors}, group)
+        best = checkpoint_shards.read_parts(former, {name: _like(state[name]) for name in errors}, group)
     for name in older:
         state = {**state, name: best[name], errors[name]: best[errors[name]]}
     if is_sharded():
         checkpoint_shards.write(state, path, group, linked=True)
     else:
         write_checkpoint(state, path)
+    if former not in (None, path) and is_master_proc():
+        _remove(former)
+
+
+def _former_best() -> Optional[str]:
+    """The best checkpoint so far, if any: in this run's form, or in the other one if FSDP.STATE was changed since."""
+    names = (f"model{suffix}" for suffix in (_suffix(), ".pyth", checkpoint_shards.SUFFIX))
+    return next((path for path in (os.path.join(cfg.OUT_DIR, n) for n in names) if pathmgr.exists(path)), None)
 
 
 def _read_best(path: str) -> Dict[str, Any]:
-    """The best checkpoint so far (of shards, without the tensors), empty when there is none that can be read."""
-    if not pathmgr.exists(path):
+    """The best checkpoint so far (for sharded ones without the tensors), empty when it is of no use."""
+    if is_sharded() and not checkpoint_shards.is_shards(path):
+        logger.warning("%s is one file, whose parts can't be taken over into shards: the best is found anew", path)
         return {}
     try:
         return checkpoint_shards.read_plain(path) if is_sharded() else read_checkpoint(path)
@@ -436,7 +447,7 @@ def _remove_steps(but: str = "") -> None:
 
 def remove_leftovers() -> None:
     """Removes the temporary files and folders of a run that was killed while writing (see `io.atomic_write`)."""
-    best = os.path.realpath(get_checkpoint_best())
+    best = os.path.realpath(os.path.join(cfg.OUT_DIR, f"model{checkpoint_shards.SUFFIX}"))
     for folder in (cfg.OUT_DIR, get_checkpoint_dir()):
         for name in pathmgr.ls(folder) if pathmgr.isdir(folder) else ():
             path = os.path.join(folder, name)

@@ -8,6 +8,7 @@
 They can be read by any number of processes, whole or each its part. The folder gets its name when all is written.
 """
 
+import contextlib
 import io
 import os
 import pickle
@@ -174,8 +175,12 @@ def outline(path: str) -> State:
 
 def read(path: str) -> State:
     """The content of a checkpoint, whole, in this process's memory."""
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    # Not dcp.load, for which all processes would have to meet.
     tensors = dict(_empty(path, "cpu"))
-    _load(path, tensors)
+    with _explained(path):
+        _load_state_dict(tensors, _dcp().FileSystemReader(path), no_dist=True)
     return _joined(read_plain(path), tensors)
 
 
@@ -183,7 +188,8 @@ def read_parts(path: str, parts: State, group=None) -> State:
     """The content of a checkpoint, of its tensors each process's part: `parts` tells which, and is filled in place."""
     if not any(name.startswith("ema_state/") for name in _metadata(path).state_dict_metadata):
         parts = {**parts, "ema_state": parts["model_state"]}
-    _load(path, dict(_tensors(parts)), group)
+    with _explained(path):
+        _dcp().load(dict(_tensors(parts)), storage_reader=_dcp().FileSystemReader(path), process_group=group)
     return {**read_plain(path), **parts}
 
 
@@ -201,12 +207,14 @@ def _empty(path: str, device: str) -> Iterator[Tuple[str, torch.Tensor]]:
         yield name, torch.empty(facts.size, dtype=facts.properties.dtype, device=device)
 
 
-def _load(path: str, tensors: Dict[str, torch.Tensor], group=None) -> None:
-    dcp = _dcp()
-    _metadata(path)  # refuses what the reader below would run
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Turns errors of reading into UserErrors."""
     try:
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), process_group=group)
-    except (OSError, RuntimeError, ValueError, dcp.api.CheckpointException) as error:
+        yield
+    except UserError:
+        raise
+    except (OSError, RuntimeError, ValueError, _dcp().api.CheckpointException) as error:
         raise UserError(f"{path}: can't be read: {_reason(error)}") from None
 
 

@@ -223,7 +223,9 @@ def _traced_with(layers: int, style: Style, batch: int, cuda: bool) -> Trace:
 def _trace(style: Style, batch: int, cuda: bool) -> Trace:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-    with overlaid({"VIT.ATTENTION": style.attention, "ACT_CHECKPOINT": style.checkpoint}):
+    # The trace runs by the CPU's rules, where the choice could be another one.
+    attention = "sdpa" if cuda and style.attention == "auto" else style.attention
+    with overlaid({"VIT.ATTENTION": attention, "ACT_CHECKPOINT": style.checkpoint}):
         model = meta_model(style.half_weights, style.fp32_norms)
         for block in parallel.repeated_blocks(model) if cuda else ():
             block.forward = functools.partial(_with_cuda_rules, block.forward)

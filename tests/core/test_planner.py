@@ -365,3 +365,9 @@ def test_a_mode_that_the_device_lacks_is_named(fresh_cfg):
     load("vit/ViT-B16_optimised_224")
     with pytest.raises(UserError, match="amp_bf16 is emulated on v100-32, and slow; try amp_fp16"):
         plan_report.report(memory.choice_of_config(8, 8, True), cluster_of("v100-32"), 1, 0)
+
+
+def test_a_gpu_is_planned_with_its_own_choice_of_attention(fresh_cfg):
+    load("vit/ViT-S16_optimised_224")
+    auto, sdpa = (trace.trace_step(style_of("amp_bf16")._replace(attention=a), 2, cuda=True) for a in ("auto", "sdpa"))
+    assert auto.saved == sdpa.saved and any(op.kind == "attention" for op in auto.ops)

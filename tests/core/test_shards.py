@@ -163,3 +163,27 @@ def test_a_run_saved_beside_the_training_is_the_same(train):
                 for d in (at_once, beside))  # fmt: skip
         assert all(torch.equal(value, b["model_state"][name]) for name, value in a["model_state"].items())
         assert all(torch.equal(value, b["ema_state"][name]) for name, value in a["ema_state"].items())
+
+
+@pytest.mark.parametrize("first, then", [("sharded", "full"), ("full", "sharded")])
+def test_the_best_outlives_a_change_of_form(fresh_cfg, tmp_path, first, then):
+    cfg.OUT_DIR = str(tmp_path / "out")
+    model = torch.nn.Linear(4, 4)
+    ema, optimizer = torch.nn.Linear(4, 4), torch.optim.SGD(model.parameters())
+    cfg.FSDP.STATE = first
+    checkpoint.save_checkpoint(model, ema, optimizer, 0, 20.0, 30.0)
+    good = {name: value.clone() for name, value in model.state_dict().items()}
+    cfg.FSDP.STATE = then
+    checkpoint.remove_leftovers()
+    torch.nn.init.zeros_(model.weight)
+    checkpoint.save_checkpoint(model, ema, optimizer, 1, 50.0, 60.0 if then == "full" else 10.0)
+    (best,) = (tmp_path / "out").glob("model.*")
+    assert best.suffix == (".shards" if then == "sharded" or first == "sharded" else ".pyth")
+    if then == "full":
+        # It is still the first one; a better EMA then brings it over, half by half.
+        checkpoint.save_checkpoint(model, ema, optimizer, 2, 50.0, 10.0)
+        (best,) = (tmp_path / "out").glob("model.*")
+        found = checkpoint.read_checkpoint(str(best))
+        assert best.suffix == ".pyth" and (found["test_err"], found["ema_err"]) == (20.0, 10.0)
+        assert torch.equal(found["model_state"]["weight"], good["weight"])
+        assert not list((tmp_path / "out").glob(".model*"))
