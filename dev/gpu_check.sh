@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, in under 8 minutes on an NVIDIA H200: CUDA tests, the ladder on ViT-H/16 (and
-# ViT-L and ViT-B shortened), other libraries side by side. JSON and PNG files go to $OUT.
+# Everything that only a GPU can tell, in under 8 minutes on an NVIDIA H200: CUDA tests, the ladder on ViT-H/16 with
+# memory by optimisation (and ViT-L and ViT-B shortened), sharding by torch and FairScale with one rank, other libraries
+# side by side. At most 8 JSON and PNG files go to $OUT.
 #     OUT=results dev/gpu_check.sh [--device cuda|cpu] [--tiny]
 # --device cpu --tiny is a dry run of the script itself: small models, few steps. The packages are those of the current
 # interpreter (PYTHON); nothing is installed. Missing pure-Python packages can be put on PYTHONPATH.
@@ -31,7 +32,7 @@ ladder() {
     # $1: name of the result; then arguments of the ladder.
     local name="$1"; shift
     step "ladder $name" 220 "$python" tools/ladder.py --out "$work/$name" --device "$device" "$@"
-    for kind in json png; do
+    for kind in ${kinds:-json png}; do
         if [ -f "$work/$name/ladder.$kind" ]; then cp "$work/$name/ladder.$kind" "$out/ladder_$name.$kind"; fi
     done
 }
@@ -40,6 +41,9 @@ if [ -n "$tiny" ]; then
     small="VIT.NUM_LAYERS 2 VIT.HIDDEN_DIM 64 VIT.MLP_DIM 128 VIT.NUM_HEADS 4 PREC_TIME.NUM_ITER 1 PREC_TIME.WARMUP_ITER 0"
     # shellcheck disable=SC2086
     ladder H16 --cfg configs/vit/ViT-H16_baseline_224.yaml --steps baseline sdpa fp16 --rounds 1 --batch 2 --larger-batch 2 $small
+    # shellcheck disable=SC2086
+    kinds=json ladder sharding --cfg configs/vit/ViT-B16_baseline_224.yaml --steps baseline fsdp fairscale --rounds 1 --group \
+        --batch 2 --larger-batch 2 $small
     step "other libraries" 120 "$python" dev/bench_peers.py --shapes tiny --modes bf16 --batch 2 --rounds 1 --steps 1 --device "$device" --out "$work/peers"
 else
     step "CUDA tests" 90 "$python" -m pytest -q -m cuda tests/core/test_cuda.py
@@ -50,6 +54,8 @@ else
         --rounds 1 --batch 256 --larger-batch 512 PREC_TIME.NUM_ITER 10
     ladder B16 --cfg configs/vit/ViT-B16_baseline_224.yaml --steps baseline fused everything \
         --rounds 1 --batch 512 --larger-batch 1024 PREC_TIME.NUM_ITER 10
+    kinds=json ladder sharding --cfg configs/vit/ViT-L16_optimised_224.yaml --steps baseline fsdp fairscale --rounds 1 --group \
+        --batch 64 --larger-batch 64 PREC_TIME.NUM_ITER 6
     step "other libraries" 120 "$python" dev/bench_peers.py --shapes B16 L16 --modes bf16 --compiled --batch 256 --rounds 2 \
         --steps 5 --only ours timm torchvision transformers --device "$device" --out "$work/peers"
 fi

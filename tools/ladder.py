@@ -33,6 +33,7 @@ def main() -> None:
         "--larger-batch", type=int, default=128, help="batch per process of 'larger batch' (default: 128)"
     )
     parser.add_argument("--processes", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_argument("--group", action="store_true", help="let one process be a group, so that DDP and FSDP work")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides for every row")
     args = parser.parse_args()
@@ -50,11 +51,13 @@ def main() -> None:
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.group and args.processes > 1:
+        raise UserError(f"--group: {args.processes} processes are a group anyway; leave it out")
     total = str(args.batch * args.processes)
     extra = [*args.opts, "TRAIN.BATCH_SIZE", total, "TEST.BATCH_SIZE", total, "VERBOSE", "False"]
     larger = args.larger_batch * args.processes
     os.makedirs(args.out, exist_ok=True)
-    entries = ladder.run(args.cfg, args.out, args.steps, args.rounds, larger, device, args.processes, extra)
+    entries = ladder.run(args.cfg, args.out, args.steps, args.rounds, larger, device, args.processes, extra, args.group)
     print(ladder.markdown(entries, f"Ladder, in full in {args.out}"))
 
 

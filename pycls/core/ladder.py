@@ -6,6 +6,7 @@ is finished is not measured again. A row that can't run on a device is shown wit
 
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +38,7 @@ def rows(device: str, larger_batch: int) -> List[Row]:
     return [
         Row("baseline", "class token, batch first, explicit attention, one kernel per tensor, DDP", base, None),
         Row("fsdp", "fully sharded data parallel", {"FSDP.ENABLED": True, "FSDP.RESHARD_AFTER_FW": False}, "baseline"),
+        Row("fairscale", "the same by FairScale, as in PyCls", {"FSDP.BACKEND": "fairscale"}, "fsdp"),
         Row("mta", "multi-tensor optimizer", {"OPTIM.MTA": True}, "fsdp"),
         Row("pooled", "pooled classifier", {"VIT.CLASSIFIER_TYPE": "pooled"}, "mta"),
         Row("batch_second", "batch-second layout", {"VIT.LAYOUT": "batch_second"}, "pooled"),
@@ -66,6 +68,8 @@ def reason_against(words: Dict, device: str) -> Optional[str]:
     """Why a row can't be run here, or None."""
     if device == "cpu" and words.get("PRECISION.MODE") in ("fp16", "amp_fp16"):
         return "fp16 is emulated on the CPU"
+    if device == "cpu" and words.get("FSDP.BACKEND") == "fairscale":
+        return "FairScale needs CUDA streams"
     return None
 
 
@@ -74,14 +78,29 @@ def note_on(words: Dict, processes: int) -> str:
     return "one process: nothing to shard" if words.get("FSDP.ENABLED") and processes == 1 else ""
 
 
-def measure(cfg_file: str, words: Dict, out_dir: str, extra: Sequence[str]) -> Dict:
-    """Times one row in a fresh process, unless OUT_DIR has its result; returns the timing record, or an `error`."""
+def group_of_one() -> Dict[str, str]:
+    """The variables by which a launcher makes a process a group by itself, in which DDP and FSDP do their work."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def measure(cfg_file: str, words: Dict, out_dir: str, extra: Sequence[str], grouped: bool = False) -> Dict:
+    """Times one row in a fresh process, unless OUT_DIR has its result; returns the timing record, or an `error`.
+
+    Args:
+        grouped: let a single process be a group, see `group_of_one`.
+    """
     result = os.path.join(out_dir, "timing.json")
     if not os.path.exists(result):
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         command = [sys.executable, os.path.join(root, "tools", "run_net.py"), "--mode", "time", "--cfg", cfg_file]
         command += [*extra, *(str(word) for pair in words.items() for word in pair)]
-        done = subprocess.run([*command, "OUT_DIR", out_dir, "LOG_DEST", "file"], capture_output=True, text=True)
+        variables = {**os.environ, **(group_of_one() if grouped else {})}
+        command += ["OUT_DIR", out_dir, "LOG_DEST", "file"]
+        done = subprocess.run(command, capture_output=True, text=True, env=variables)
         if done.returncode:
             return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
     with open(result, encoding="utf-8") as f:
@@ -167,6 +186,7 @@ def run(
     device: str,
     processes: int,
     extra: Sequence[str],
+    grouped: bool = False,
 ) -> List[Dict]:
     """Measures the rows (all, or those named); writes ladder.json, .md and .png and epoch_time.png to OUT_DIR."""
     table = rows(device, larger_batch)
@@ -177,7 +197,7 @@ def run(
     for number in range(1, rounds + 1):
         for name in (n for n in wanted if n not in skipped):
             folder = os.path.join(out_dir, f"round{number}", name)
-            result = measure(cfg_file, words_of(name, table), folder, common)
+            result = measure(cfg_file, words_of(name, table), folder, common, grouped)
             results[name].append(result)
             speed = result.get("error") or f"{result['train_images_per_second']:.2f} images/s"
             print(f"round {number} of {rounds}: {name}: {speed}", flush=True)

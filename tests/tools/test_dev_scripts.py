@@ -16,9 +16,11 @@ def run(*words, **env):
 def test_gpu_check_runs_dry_on_the_cpu(tmp_path):
     done = run("bash", "dev/gpu_check.sh", "--device", "cpu", "--tiny", OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(os.listdir(tmp_path)) == ["ladder_H16.json", "ladder_H16.png", "peers.json"]
+    assert sorted(os.listdir(tmp_path)) == ["ladder_H16.json", "ladder_H16.png", "ladder_sharding.json", "peers.json"]
     rows = {entry["name"]: entry for entry in json.loads((tmp_path / "ladder_H16.json").read_text())}
     assert rows["sdpa"]["ratio"] > 0 and "emulated" in rows["fp16"]["reason"]
+    rows = {entry["name"]: entry for entry in json.loads((tmp_path / "ladder_sharding.json").read_text())}
+    assert rows["fsdp"]["ratio"] > 0 and "streams" in rows["fairscale"]["reason"]
     for row in json.loads((tmp_path / "peers.json").read_text()):
         libraries = row["libraries"]
         # The class token is a parameter and a position more than the mean.
