@@ -27,6 +27,8 @@ class ImageFolder(ImageDataset):
     # Names of class folders, and what to call them in messages.
     class_pattern, class_words = r"[^.].*", "class folders"
     split_file_allowed = True
+    # Whether one process builds it for all, since listing the folders takes long.
+    listed_once = True
 
     def __init__(self, data_path: str, split: str):
         """Args: data_path: DATA_DIR. split: a folder in it, or a word of the split file.

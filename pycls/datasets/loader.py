@@ -55,7 +55,10 @@ def construct_dataset(name: str, split: str, key: str) -> Dataset:
     path = cfg.DATA_LOADER.DATA_DIR or os.path.join(_DATA_DIR, name)
     if name not in _EMBEDDED and not os.path.exists(path):
         raise UserError(f"{key}: the folder {path} of {name} is not there; set DATA_LOADER.DATA_DIR, or link it there")
-    return ctor(path, split)
+    if not getattr(ctor, "listed_once", False):
+        return ctor(path, split)
+    # One process reads the folders, of which a file server may have many to show, and tells the others.
+    return dist.broadcast_object(ctor(path, split) if dist.is_master_proc() else None)
 
 
 def preparation(name: str):

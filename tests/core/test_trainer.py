@@ -157,6 +157,20 @@ def test_moving_the_output_folder_keeps_resume_working(train):
     assert "Resuming from" in done.stdout
 
 
+ONLY_RANK_0_LISTS = """
+from pycls.core import distributed
+from pycls.datasets.imagefolder import ImageFolder
+
+find = ImageFolder._from_folders
+
+def find_on_rank_0(self, *args):
+    assert distributed.get_rank() == 0
+    return find(self, *args)
+
+ImageFolder._from_folders = find_on_rank_0
+"""
+
+
 def test_fine_tuning_on_other_classes_and_size(train, tmp_path):
     import cv2
     from sklearn.datasets import load_digits
@@ -171,7 +185,10 @@ def test_fine_tuning_on_other_classes_and_size(train, tmp_path):
     source, _ = train("run", *ONE)
     words = ["MODEL.NUM_CLASSES", 3, "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32, "TRAIN.BATCH_SIZE", 32, "TRAIN.DATASET"]
     words += ["imagefolder", "TEST.DATASET", "imagefolder", "DATA_LOADER.DATA_DIR", tmp_path / "three"]
-    out_dir, done = train("tuned", *ONE, *words, "TRAIN.WEIGHTS", source / "model.pyth")
+    # Two processes, of which only the first may list the folders.
+    (tmp_path / "once.py").write_text(ONLY_RANK_0_LISTS)
+    words += ["TRAIN.WEIGHTS", source / "model.pyth", "NUM_GPUS", 2]
+    out_dir, done = train("tuned", *ONE, *words, flags=("--plugin", tmp_path / "once.py"))
     assert "head.head_fc.weight (10, 16) in the file, (3, 16) in the model" in done.stdout
     assert weights(out_dir)["pos_embedding"].shape[0] == 65
     assert json.loads((out_dir / "classes.json").read_text()) == ["digit 0", "digit 1", "digit 2"]
