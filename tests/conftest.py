@@ -52,3 +52,16 @@ def tiny_run(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY_RUN)
     return path
+
+
+@pytest.fixture
+def train(run_tool, tiny_run, tmp_path):
+    """Trains the tiny run into OUT_DIR tmp_path/name with overrides; returns (folder, CompletedProcess)."""
+
+    def run(name, *words, code=0, flags=()):
+        out_dir = tmp_path / name
+        done = run_tool("run_net.py", "--mode", "train", *flags, "--cfg", tiny_run, "OUT_DIR", out_dir, *words)
+        assert done.returncode == code, done.stdout + done.stderr
+        return out_dir, done
+
+    return run

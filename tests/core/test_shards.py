@@ -13,19 +13,6 @@ from pycls.core.config import cfg
 SHARDED = ("NUM_GPUS", 2, "FSDP.ENABLED", True, "FSDP.STATE", "sharded", "TRAIN.CHECKPOINT_ASYNC", True)
 
 
-@pytest.fixture
-def train(run_tool, tiny_run, tmp_path):
-    """Trains the tiny run into OUT_DIR tmp_path/name with overrides; returns (folder, CompletedProcess)."""
-
-    def run(name, *words, code=0, flags=()):
-        words = ("--mode", "train", *flags, "--cfg", tiny_run, "OUT_DIR", tmp_path / name, *words)
-        done = run_tool("run_net.py", *words)
-        assert done.returncode == code, done.stdout + done.stderr
-        return tmp_path / name, done
-
-    return run
-
-
 # Ends rank 1 while the second epoch is saved, with the files half written.
 DIE_WHILE_SAVING = """
 import os

@@ -17,19 +17,6 @@ from pycls.core.interrupt import StopRequest
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
-@pytest.fixture
-def train(run_tool, tiny_run, tmp_path):
-    """Trains the tiny run into OUT_DIR tmp_path/name with overrides; returns (folder, CompletedProcess)."""
-
-    def run(name, *words, code=0, flags=()):
-        out_dir = tmp_path / name
-        done = run_tool("run_net.py", "--mode", "train", *flags, "--cfg", tiny_run, "OUT_DIR", out_dir, *words)
-        assert done.returncode == code, done.stdout + done.stderr
-        return out_dir, done
-
-    return run
-
-
 def weights(out_dir, epoch=1):
     return torch.load(out_dir / "checkpoints" / f"model_epoch_{epoch:04d}.pyth", weights_only=True)["model_state"]
 
