@@ -133,8 +133,12 @@ def plot_run(out_dir: str) -> str:
     return plot_error_curves([log_file], names_of([out_dir]), os.path.join(out_dir, "curves.png"))
 
 
-def _bars(entries: Sequence[Dict], title: str, out_path: str, value, label: str, form: str) -> str:
-    """Horizontal bars of one value per ladder row, rows that could not be run shown as such."""
+def _bars(entries: Sequence[Dict], title: str, out_path: str, value, power: int, label: str, form: str) -> str:
+    """Horizontal bars of one value per ladder row, rows that could not be run shown as such.
+
+    Args:
+        value: what to draw of a row. power: of the speed, that it is proportional to; the rounds' spread follows it.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -155,14 +159,14 @@ def _bars(entries: Sequence[Dict], title: str, out_path: str, value, label: str,
             )
             continue
         number = value(entry)
-        spread = [[number * (1 - entry["lowest"] / entry["images_per_second"])],
-                  [number * (entry["highest"] / entry["images_per_second"] - 1)]]  # fmt: skip
+        rounds = [number * (entry[end] / entry["images_per_second"]) ** power for end in ("lowest", "highest")]
+        spread = [[number - min(rounds)], [max(rounds) - number]]
         colour = _COLOURS[1] if "ours" in entry["change"] or "everything" in entry["name"] else _COLOURS[0]
         axes.barh(i, number, color=colour, height=0.7, xerr=spread, error_kw={"ecolor": "0.25", "capsize": 3})
-        axes.text(number + widest * 0.02, i, form.format(number), va="center", fontsize=9)
+        axes.text(max(rounds) + widest * 0.02, i, form.format(number), va="center", fontsize=9)
     axes.set_yticks(range(len(entries)), [e["change"] for e in entries])
     axes.invert_yaxis()
-    axes.set_xlim(0, widest * 1.12)
+    axes.set_xlim(0, widest * 1.2)
     axes.set_xlabel(label)
     axes.set_title(title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
@@ -171,13 +175,13 @@ def _bars(entries: Sequence[Dict], title: str, out_path: str, value, label: str,
 
 def plot_ladder(entries: Sequence[Dict], title: str, out_path: str) -> str:
     """Draws each row's throughput per process relative to the baseline of its image size; returns out_path."""
-    return _bars(entries, title, out_path, lambda e: e["ratio"], "throughput relative to the baseline", "{:.2f}x")
+    return _bars(entries, title, out_path, lambda e: e["ratio"], 1, "throughput relative to the baseline", "{:.2f}x")
 
 
 def plot_epoch_times(entries: Sequence[Dict], title: str, out_path: str) -> str:
     """Draws the hours that an epoch of ImageNet-1K (1,281,167 images) takes at each row's speed; returns out_path."""
     label = "hours per ImageNet-1K epoch (1,281,167 images) on this machine"
-    return _bars(entries, title, out_path, lambda e: e["hours_per_epoch"], label, "{:.2f} h")
+    return _bars(entries, title, out_path, lambda e: e["hours_per_epoch"], -1, label, "{:.2f} h")
 
 
 # ----------------------------------------------------------------------- the planner
