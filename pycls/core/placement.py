@@ -89,7 +89,10 @@ class Replicated(Single):
     def __init__(self, model: nn.Module, average: Optional[nn.Module], precision: Precision):
         super().__init__(model, average, precision)
         ids = [self.device.index] if self.device.type == "cuda" else None
-        self.model = DistributedDataParallel(self.raw, device_ids=ids, gradient_as_bucket_view=True)
+        # Our own models compute the same graph in every step; of accumulated passes only the last one is reduced.
+        static = type(self.raw).__module__.startswith("pycls.models.") and cfg.OPTIM.ACCUM_ITERS == 1
+        options = {"gradient_as_bucket_view": True, "static_graph": static}
+        self.model = DistributedDataParallel(self.raw, device_ids=ids, **options)
 
     def accumulating(self, last: bool):
         return contextlib.nullcontext() if last else self.model.no_sync()

@@ -50,6 +50,9 @@ class Sharded(Single):
             for norm in self.norms_apart(part, blocks):
                 fully_shard(norm, **norm_options)
             fully_shard(part, **options)
+        for block, following in zip(blocks, blocks[1:]):
+            # Asked for before it is needed, even where the host is late; the backward pass does so by itself.
+            block.set_modules_to_forward_prefetch([following])
         return model
 
     def norms_apart(self, part: nn.Module, blocks: List[nn.Module]) -> List[nn.Module]:
