@@ -121,4 +121,4 @@ def whole_state(run: Run):
     """All that a checkpoint must keep, as one process would hold it."""
     states = [run.plan.model_state(model) for model in (run.raw, run.plan.ema)]
     # A copy, since what a single process holds is trained on.
-    return copy.deepcopy([*states, run.plan.optimizer_state(run.optimizer).get("state"), run.precision.state_dict()])
+    return copy.deepcopy([*states, run.plan.optimizer_state(run.optimizer), run.precision.state_dict()])

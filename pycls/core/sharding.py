@@ -86,6 +86,9 @@ class Sharded(Single):
 
         named = _by_name(state, self.raw, optimizer)
         set_optimizer_state_dict(self.raw, optimizer, named, options=_options(whole))
+        for group, given in zip(optimizer.param_groups, state["param_groups"]):
+            # torch turns tuples (the betas) into lists on the way.
+            group.update({key: value for key, value in given.items() if key != "params"})
 
 
 def can_shard(device_type: str) -> bool:
