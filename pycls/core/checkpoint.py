@@ -365,7 +365,7 @@ def update_best(state: Dict[str, Any], group=None) -> None:
     if len(older) == len(errors):
         return
     if older and is_sharded():
-        best = checkpoint_shards.read_parts(former, {name: _like(state[name]) for name in errors}, group)
+        best = checkpoint_shards.read_parts(former, {name: _like(state[name]) for name in older}, group)
     for name in older:
         state = {**state, name: best[name], errors[name]: best[errors[name]]}
     if is_sharded():

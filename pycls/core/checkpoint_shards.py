@@ -186,7 +186,9 @@ def read(path: str) -> State:
 
 def read_parts(path: str, parts: State, group=None) -> State:
     """The content of a checkpoint, of its tensors each process's part: `parts` tells which, and is filled in place."""
-    if not any(name.startswith("ema_state/") for name in _metadata(path).state_dict_metadata):
+    if "model_state" in parts and not any(
+        name.startswith("ema_state/") for name in _metadata(path).state_dict_metadata
+    ):
         parts = {**parts, "ema_state": parts["model_state"]}
     with _explained(path):
         _dcp().load(dict(_tensors(parts)), storage_reader=_dcp().FileSystemReader(path), process_group=group)

@@ -35,11 +35,11 @@ class Writer:
         Raises:
             UserError: this or the last write failed on any process.
         """
-        self.wait()
         if not self.beside:
             self._write(save, state, args)
             self.wait()
             return
+        self.wait()
         state = _copied(state)
         # Not a daemon: whatever ends the training, what was begun is written to the end.
         self.thread = threading.Thread(target=self._write, args=(save, state, args), name="checkpoint writer")

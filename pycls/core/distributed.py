@@ -12,7 +12,7 @@ import sys
 import warnings
 from datetime import timedelta
 from multiprocessing import connection
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -328,7 +328,7 @@ def _death(code: int) -> str:
 
 def _child(rank, world_size, port, state, fun, fun_args, fun_kwargs) -> None:
     """Entry of a local rank."""
-    from pycls.core.cli import guarded, load_plugins
+    from pycls.core.cli import guarded
 
     text, plugins, parent = state
     die_with_parent()
@@ -341,10 +341,7 @@ def _child(rank, world_size, port, state, fun, fun_args, fun_kwargs) -> None:
     watch.meet("127.0.0.1", port, _PREFIX)
 
     def body():
-        load_plugins(plugins)
-        cfg.defrost()
-        cfg.merge_from_text(text, "config of the parent process")
-        cfg.freeze()
+        take_over(text, plugins, "config of the parent process")
         init_process_group(rank, world_size, rank, world_size, store)
         _watched(lambda: fun(*fun_args, **fun_kwargs))
 
@@ -353,6 +350,16 @@ def _child(rank, world_size, port, state, fun, fun_args, fun_kwargs) -> None:
     sys.stderr.flush()
     # Not sys.exit: threads of the group and of sharding may still run, to be waited for or to abort the process.
     os._exit(code)
+
+
+def take_over(text: str, plugins: Sequence[str], source: str) -> None:
+    """Makes a new process what the one that started it was: its plug-ins, and its config from the text."""
+    from pycls.core.cli import load_plugins
+
+    load_plugins(plugins)
+    cfg.defrost()
+    cfg.merge_from_text(text, source)
+    cfg.freeze()
 
 
 def die_with_parent() -> None:

@@ -113,12 +113,7 @@ class Job:
     def _as_rank(self, env) -> None:
         import torch
 
-        from pycls.core.cli import load_plugins
-
-        load_plugins(self.plugins)
-        cfg.defrost()
-        cfg.merge_from_text(self.config, "config of the job")
-        cfg.freeze()
+        distributed.take_over(self.config, self.plugins, "config of the job")
         if env.cluster == "slurm" and cfg.DEVICE == "auto" and distributed.device_type() == "cpu":
             warnings.warn(
                 f"the job asked for GPUs, but torch sees none on {env.hostname}: the CPU is used", stacklevel=1

@@ -1,7 +1,7 @@
 """Running statistics: kept on the device, fetched once per log period, written as json_stats records."""
 
 import time
-from typing import Dict, Iterable, Iterator, List, Optional
+from typing import Callable, Dict, Iterable, Iterator, List, Optional
 
 import numpy as np
 import torch
@@ -141,11 +141,11 @@ class TrainMeter:
         """Whether statistics leave the device after this iteration (from 0)."""
         return (iteration + 1) % cfg.LOG_PERIOD == 0 or iteration + 1 == self.epoch_iters or self.stats.full
 
-    def flush(self, epoch: int, iteration: int, flag: bool = False, arithmetic: str = "") -> bool:
+    def flush(self, epoch: int, iteration: int, flag: bool = False, arithmetic: Callable[[], str] = str) -> bool:
         """Fetches what has gathered; returns whether any process passed a true `flag`.
 
         Args:
-            arithmetic: what a message about a loss that is not finite says of the precision.
+            arithmetic: gives what a message about a loss that is not finite says of the precision.
         Raises:
             UserError: a loss is not finite. All processes see the same sums, so all stop.
         """
@@ -160,7 +160,7 @@ class TrainMeter:
             first = iteration + 1 - len(losses) + int(np.argmin(np.isfinite(losses)))
             raise UserError(
                 f"the loss is {losses[~np.isfinite(losses)][0]} in epoch {epoch + 1}, iteration {first + 1}, at "
-                f"learning rate {self.lr:.3g}{arithmetic}; the last checkpoint is untouched. "
+                f"learning rate {self.lr:.3g}{arithmetic()}; the last checkpoint is untouched. "
                 "Try a lower OPTIM.BASE_LR, OPTIM.GRAD_CLIP 1.0 or PRECISION.MODE amp_bf16"
             )
         return self.stats.flag

@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import warnings
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from pycls.core import distributed as dist
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
 from pycls.core.placement import Single, State, give_values, repeated_blocks
+from pycls.core.precision import Precision
 
 
 class FairScaleSharded(Single):
@@ -20,6 +21,12 @@ class FairScaleSharded(Single):
     name = "fully sharded (fairscale)"
     # Gradients smaller than this are reduced together, in MB (FairScale's default).
     bucket_cap_mb = 25
+
+    def __init__(self, model: nn.Module, average: Optional[nn.Module], precision: Precision):
+        precision.share_overflows()
+        # FairScale calls collectives by names that newer torch versions are about to rename.
+        warnings.filterwarnings("ignore", message="`torch.distributed.*(deprecated|renamed)")
+        super().__init__(model, average, precision)
 
     @staticmethod
     def check() -> None:
@@ -37,9 +44,6 @@ class FairScaleSharded(Single):
         return model
 
     def spread(self, model: nn.Module, initial: bool = True) -> nn.Module:
-        self.precision.share_overflows()
-        # FairScale calls collectives by names that newer torch versions are about to rename.
-        warnings.filterwarnings("ignore", message="`torch.distributed.*(deprecated|renamed)")
         low = self.precision.dtype is not None
         options = {
             "reshard_after_forward": cfg.FSDP.RESHARD_AFTER_FW,

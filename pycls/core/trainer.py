@@ -164,7 +164,7 @@ def after_step(run: Run, epoch: int, iteration: int, stop: StopRequest, bar) -> 
     # One process may stop after any step; several agree on the step when their statistics meet.
     if not (meter.due(iteration) or save or (stop and dist.get_world_size() == 1)):
         return
-    asked = meter.flush(epoch, iteration, bool(stop), run.precision.in_words())
+    asked = meter.flush(epoch, iteration, bool(stop), run.precision.in_words)
     stats = meter.log_iter_stats(epoch, iteration, **run.precision.report())
     bar.update(0, loss=stats["loss"], top1_err=stats["top1_err"])
     if not last and (save or asked):

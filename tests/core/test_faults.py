@@ -327,4 +327,4 @@ def test_a_loss_that_is_not_finite_is_told_with_its_loss_scale(fresh_cfg):
     meter = meters.TrainMeter(1, torch.device("cpu"))
     meter.add(torch.tensor(float("nan")), torch.zeros(2, 10), torch.zeros(2, dtype=torch.long), 0.1)
     with pytest.raises(UserError, match="nan in epoch 2, iteration 1, at learning rate 0.1, loss scale 64"):
-        meter.flush(1, 0, False, ", loss scale 64")
+        meter.flush(1, 0, False, lambda: ", loss scale 64")

@@ -8,6 +8,9 @@ from pycls.core import config
 from pycls.core import distributed as dist
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
+from pycls.core.sharding import can_shard
+
+pytestmark = pytest.mark.skipif(not can_shard("cpu"), reason="sharding on the CPU needs PyTorch 2.7")
 
 VIT = """
 MODEL: {TYPE: vit, NUM_CLASSES: 10}

@@ -3,11 +3,13 @@
 import os
 import pickle
 import shutil
+import threading
 
 import pytest
 import torch
 
 from pycls.core import checkpoint, checkpoint_shards
+from pycls.core.checkpoint_writer import Writer
 from pycls.core.config import cfg
 
 SHARDED = ("NUM_GPUS", 2, "FSDP.ENABLED", True, "FSDP.STATE", "sharded", "TRAIN.CHECKPOINT_ASYNC", True)
@@ -174,3 +176,22 @@ def test_the_best_outlives_a_change_of_form(fresh_cfg, tmp_path, first, then):
         assert best.suffix == ".pyth" and (found["test_err"], found["ema_err"]) == (20.0, 10.0)
         assert torch.equal(found["model_state"]["weight"], good["weight"])
         assert not list((tmp_path / "out").glob(".model*"))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(fresh_cfg):
+    cfg.TRAIN.CHECKPOINT_ASYNC = True
+    go_on, weight, written = threading.Event(), torch.zeros(2), []
+
+    def save(state, group):
+        assert go_on.wait(60)
+        written.append((state["a"].clone(), state["b"] is state["a"]))
+
+    with Writer() as writer:
+        writer.submit(save, {"a": weight, "b": weight})
+        # Here only because the write is under way beside it; and what training changes now must not get into it.
+        assert not written
+        weight += 1
+        go_on.set()
+        writer.submit(save, {"a": weight, "b": None})
+        assert len(written) >= 1
+    assert [(a.tolist(), same) for a, same in written] == [([0.0, 0.0], True), ([1.0, 1.0], False)]

@@ -174,7 +174,7 @@ def test_fine_tuning_on_other_classes_and_size(train, tmp_path):
     words += ["imagefolder", "TEST.DATASET", "imagefolder", "DATA_LOADER.DATA_DIR", tmp_path / "three"]
     # Two processes, of which only the first may list the folders.
     (tmp_path / "once.py").write_text(ONLY_RANK_0_LISTS)
-    words += ["TRAIN.WEIGHTS", source / "model.pyth", "NUM_GPUS", 2]
+    words += ["TRAIN.WEIGHTS", source / "model.pyth", "NUM_GPUS", 2, "DATA_LOADER.PIXELS", "uint8"]
     out_dir, done = train("tuned", *ONE, *words, flags=("--plugin", tmp_path / "once.py"))
     assert "head.head_fc.weight (10, 16) in the file, (3, 16) in the model" in done.stdout
     assert weights(out_dir)["pos_embedding"].shape[0] == 65
