@@ -2,7 +2,7 @@
 """Trains the same ViT shapes through ours and other libraries, in turns within one run; prints images/s and ratios.
 
     dev/bench_peers.py [--shapes S16 B16] [--batch 16] [--modes fp32 bf16] [--compiled] [--rounds 5] [--out DIR]
-                       [--only ours timm ...] [--pycls DIR]
+                       [--only ours timm ...] [--together] [--pycls DIR]
 
 Every library gets a process of its own, so that none profits or suffers from another's settings, and they take turns:
 one step that is not counted, then `--steps` timed ones. The step is the same for all: forward (fp32, or bf16 autocast),
@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import statistics
 import sys
-from typing import Dict, List
+from typing import Callable, Dict, List
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -180,7 +180,8 @@ def take_turns(connection, build, arguments, settings) -> None:
     try:
         trainee = Trainee(build(*arguments), **settings)
         trainee.step()
-    except (ImportError, RuntimeError) as error:
+        trainee.release()
+    except (ImportError, RuntimeError, TypeError) as error:
         connection.send(f"not here: {str(error).splitlines()[0]}")
         return
     connection.send(trainee.facts)
@@ -204,22 +205,30 @@ def compare(shape: str, mode: str, args) -> Dict:
         process = spawn.Process(target=take_turns, args=(theirs, build, arguments, settings), daemon=True)
         process.start()
         theirs.close()
-        # One after the other, since compilers want all cores.
-        facts = _answer(connection)
-        if isinstance(facts, str):
-            libraries[name] = {"missing": facts}
-        else:
-            libraries[name] = {**facts, "head": head, "seconds": []}
-            workers[name] = (process, connection)
+        workers[name] = (process, connection)
+        libraries[name] = {"head": head, "seconds": []}
+        if not args.together:
+            connection.poll(None)
+    for name, (_, connection) in list(workers.items()):
+        _take_up(name, _answer(connection), libraries, workers, libraries[name].update)
     for _ in range(args.rounds):
-        for name, (_, connection) in workers.items():
+        for name, (_, connection) in list(workers.items()):
             connection.send(args.steps)
-            libraries[name]["seconds"] += _answer(connection)
+            _take_up(name, _answer(connection), libraries, workers, libraries[name]["seconds"].extend)
     for name, (process, connection) in workers.items():
         connection.send(0)
         process.join()
         libraries[name]["images_per_second"] = args.batch / statistics.median(libraries[name]["seconds"])
     return {"shape": shape, "mode": mode + (" compiled" if args.compiled else ""), "libraries": libraries}
+
+
+def _take_up(name: str, answer, libraries: Dict, workers: Dict, keep: Callable) -> None:
+    """Keeps a library's answer; one that is a reason why it can't go on ends its part."""
+    if isinstance(answer, str):
+        libraries[name] = {"missing": answer}
+        del workers[name]
+    else:
+        keep(answer)
 
 
 def _answer(connection):
@@ -258,6 +267,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="timed steps of each library per round")
     parser.add_argument("--compiled", action="store_true", help="compile every model (ours block by block)")
+    parser.add_argument(
+        "--together", action="store_true", help="all start and compile at once: for many cores, and memory for all"
+    )
     parser.add_argument("--device", default="", help="cuda or cpu; default: cuda if there is a GPU")
     parser.add_argument("--pycls", metavar="DIR", default="", help="a checkout of PyCls, to train its ViT as well")
     parser.add_argument("--out", metavar="DIR", help="also write peers.json and peers.md there")
@@ -265,25 +277,29 @@ def main() -> None:
     sys.path.insert(0, ROOT)
     import torch
 
-    from pycls.core import hardware
-
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for shape in args.shapes:
         for mode in args.modes:
             rows.append(compare(shape, mode, args))
             print(table(rows[-1:]), flush=True)
-    text = (
-        f"Training, batch {args.batch}, {SIDE} px, fused AdamW; medians of {args.rounds} x {args.steps} steps, taken "
-    )
-    text += f"in turns, on {hardware.device_name(torch.device(args.device))}, {torch.get_num_threads()} threads, "
+            if args.out:
+                write(rows, args)
+
+
+def write(rows: List[Dict], args) -> None:
+    """Writes what is measured so far, with what it was measured on."""
+    import torch
+
+    from pycls.core import hardware
+
+    text = f"Training, batch {args.batch}, {SIDE} px, fused AdamW; medians of {args.rounds} x {args.steps} steps, "
+    text += f"taken in turns, on {hardware.device_name(torch.device(args.device))}, {torch.get_num_threads()} threads, "
     text += f"torch {torch.__version__}, {versions()}\n\n{table(rows)}\n"
-    print(text)
-    if args.out:
-        os.makedirs(args.out, exist_ok=True)
-        for name, content in (("peers.json", json.dumps(rows, indent=1)), ("peers.md", text)):
-            with open(os.path.join(args.out, name), "w", encoding="utf-8") as f:
-                f.write(content)
+    os.makedirs(args.out, exist_ok=True)
+    for name, content in (("peers.json", json.dumps(rows, indent=1)), ("peers.md", text)):
+        with open(os.path.join(args.out, name), "w", encoding="utf-8") as f:
+            f.write(content)
 
 
 def versions() -> str:

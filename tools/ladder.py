@@ -9,7 +9,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from pycls.core import ladder
 from pycls.core.cli import Parser, guarded
-from pycls.core.errors import UserError, nearest
+from pycls.core.errors import FaultError, UserError, nearest
 
 _EPILOG = """example:
   ladder.py --cfg configs/vit/ViT-S16_baseline_224.yaml --out output/ladder --device cpu --batch 16 --larger-batch 32 \\
@@ -32,6 +32,8 @@ def main() -> None:
     parser.add_argument(
         "--larger-batch", type=int, default=128, help="batch per process of 'larger batch' (default: 128)"
     )
+    parser.add_argument("--passes", type=int, default=1, help="accumulated passes of 'larger batch' and the rows above "
+                        "it (default: 1, and twice as many while memory runs out)")  # fmt: skip
     parser.add_argument("--processes", type=int, default=1, help="number of processes (default: 1)")
     parser.add_argument("--group", action="store_true", help="let one process be a group, so that DDP and FSDP work")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
@@ -39,7 +41,8 @@ def main() -> None:
     args = parser.parse_args()
     if not os.path.isfile(args.cfg):
         raise UserError(f"--cfg {args.cfg}: there is no such file")
-    for name, value in (("--rounds", args.rounds), ("--batch", args.batch), ("--processes", args.processes)):
+    for name, value in (("--rounds", args.rounds), ("--batch", args.batch), ("--processes", args.processes),
+                        ("--passes", args.passes)):  # fmt: skip
         if value < 1:
             raise UserError(f"{name}: {value} is too small, at least 1")
     names = [row.name for row in ladder.rows("cpu", 1)]
@@ -55,10 +58,13 @@ def main() -> None:
         raise UserError(f"--group: {args.processes} processes are a group anyway; leave it out")
     total = str(args.batch * args.processes)
     extra = [*args.opts, "TRAIN.BATCH_SIZE", total, "TEST.BATCH_SIZE", total, "VERBOSE", "False"]
-    larger = args.larger_batch * args.processes
+    table = ladder.rows(device, args.larger_batch * args.processes, args.passes)
     os.makedirs(args.out, exist_ok=True)
-    entries = ladder.run(args.cfg, args.out, args.steps, args.rounds, larger, device, args.processes, extra, args.group)
+    entries = ladder.run(args.cfg, args.out, table, args.steps, args.rounds, device, args.processes, extra, args.group)
     print(ladder.markdown(entries, f"Ladder, in full in {args.out}"))
+    failed = [entry["name"] for entry in entries if entry.get("failed")]
+    if failed:
+        raise FaultError(f"not measured, see above why: {', '.join(failed)}; the same command tries them again")
 
 
 if __name__ == "__main__":

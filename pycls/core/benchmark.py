@@ -75,24 +75,32 @@ class TrainingStep:
         optim.set_lr(self.optimizer, 1e-6)
 
     def time(self, batch: int) -> Tuple[np.ndarray, float]:
-        """(Seconds of each part (iterations, 3), seconds of the first step)."""
+        """(Seconds of forward, backward, optimizer and EMA (iterations, 3), seconds of the first step).
+
+        A batch in several accumulated passes (OPTIM.ACCUM_ITERS) counts those of all passes.
+        """
         device = self.plan.device
         inputs = torch.rand(batch, 3, cfg.TRAIN.IM_SIZE, cfg.TRAIN.IM_SIZE, device=device)
         soft_labels = net.smooth_one_hot_labels(torch.arange(batch, device=device) % cfg.MODEL.NUM_CLASSES)
+        passes = list(zip(inputs.chunk(cfg.OPTIM.ACCUM_ITERS), soft_labels.chunk(cfg.OPTIM.ACCUM_ITERS)))
         self.plan.model.train()
 
         def step(part_done):
             self.precision.zero_grad(self.optimizer)
-            loss = self.loss_fun(self.precision.forward(self.plan.model, inputs), soft_labels)
-            part_done()
-            self.precision.backward(loss)
-            part_done()
+            for number, (x, y) in enumerate(passes, 1):
+                with self.plan.accumulating(last=number == len(passes)):
+                    loss = self.loss_fun(self.precision.forward(self.plan.model, x), y)
+                    part_done()
+                    self.precision.backward(loss / len(passes))
+                    part_done()
+                self.losses.append(loss.detach())
             self.precision.step(self.optimizer, self.plan.clip_grad_norm)
             self.average.update(cfg.OPTIM.WARMUP_EPOCHS, next(self.count))
             part_done()
-            self.losses.append(loss.detach())
 
-        return time_parts(step, clock_for(device))
+        seconds, first = time_parts(step, clock_for(device))
+        forward, backward = seconds[:, :-1:2].sum(axis=1), seconds[:, 1:-1:2].sum(axis=1)
+        return np.stack([forward, backward, seconds[:, -1]], axis=1), first
 
     def finite(self) -> bool:
         """Whether every loss was finite: a run of NaNs is no result."""
@@ -114,7 +122,8 @@ def _epochs(loader):
 def attention_kernels(plan, precision: Precision) -> List[str]:
     """The attention kernels that one forward pass really calls, as the profiler names them."""
     inputs = torch.zeros(2, 3, cfg.TRAIN.IM_SIZE, cfg.TRAIN.IM_SIZE, device=plan.device)
-    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities, eager = [torch.profiler.ProfilerActivity.CPU], torch.compiler.set_stance("force_eager")
+    with torch.no_grad(), eager, torch.profiler.profile(activities=activities) as profile:
         precision.forward(plan.raw.eval(), inputs)
     names = {event.key.removeprefix("aten::") for event in profile.key_averages()}
     fused = sorted(name for name in names if name.startswith("_scaled_dot_product_") and name.count("_") > 3)
@@ -172,7 +181,7 @@ def time_config() -> Dict:
         UserError: a loss was not finite.
     """
     precision = Precision()
-    plan = trainer.setup_model(precision, with_ema=True)
+    plan = trainer.setup_model(precision, with_ema=True, host_values=False)
     if plan.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     train_batch, test_batch = cfg.TRAIN.BATCH_SIZE // cfg.NUM_GPUS, cfg.TEST.BATCH_SIZE // cfg.NUM_GPUS
@@ -180,20 +189,24 @@ def time_config() -> Dict:
     timed = TrainingStep(plan, precision)
     train, first_step = timed.time(train_batch)
     memory = meters.gpu_mem_usage()
-    test = time_test(plan, precision, test_batch)
+    test = None if cfg.TIME.TRAIN_ONLY else time_test(plan, precision, test_batch)
     if not timed.finite():
         raise UserError("--mode time: a loss was not finite, so the times are no result; try another PRECISION.MODE")
-    loaders = _loaders()
+    loaders = None if cfg.TIME.TRAIN_ONLY else _loaders()
     times = _pycls_times(train, test, loaders)
     report = {
         **hardware.facts(plan.device),
         **_choices(plan, precision),
-        **_figures(precision, times, test, train, train_batch, test_batch),
+        **_figures(precision, train, train_batch),
         "first_step_seconds": first_step,
         "peak_memory_mb": memory,
         # What tools/plan.py --calibrate needs to predict the same step.
         "config": cfg.dump(),
     }
+    if test is not None:
+        report.update(_test_figures(test, test_batch, report))
+    if loaders:
+        report.update(_loader_figures(times["train_loader_time"], report))
     if cfg.TIME.SWEEP_BATCH:
         report["sweep"] = sweep_batch(timed)
     logger.info(logging.dump_log_data(report, "timing", prec=6))
@@ -213,10 +226,10 @@ def _loaders():
         return None
 
 
-def _pycls_times(train: np.ndarray, test: np.ndarray, loaders) -> Dict[str, float]:
+def _pycls_times(train: np.ndarray, test: Optional[np.ndarray], loaders) -> Dict[str, float]:
     """Logs and returns PyCls's records: seconds per iteration, and per epoch where the data set is known."""
     times = {
-        "test_fw_time": float(np.median(test)),
+        **({"test_fw_time": float(np.median(test))} if test is not None else {}),
         "train_fw_time": float(np.median(train[:, 0])),
         "train_bw_time": float(np.median(train[:, 1])),
         "train_fw_bw_time": float(np.median(train[:, :2].sum(axis=1))),
@@ -241,7 +254,9 @@ def _choices(plan, precision: Precision) -> Dict:
         "plan": parallel.describe(),
         "processes": dist.get_world_size(),
         "compile": cfg.COMPILE.MODE if cfg.COMPILE.ENABLED else "off",
+        "compiled_graphs": counters["stats"]["unique_graphs"] if cfg.COMPILE.ENABLED else 0,
         "graph_breaks": sum(counters["graph_break"].values()) if cfg.COMPILE.ENABLED else 0,
+        "accumulated_passes": cfg.OPTIM.ACCUM_ITERS,
         "activation_checkpointing": cfg.ACT_CHECKPOINT,
         "data": "synthetic",
         "image_size": cfg.TRAIN.IM_SIZE,
@@ -250,37 +265,48 @@ def _choices(plan, precision: Precision) -> Dict:
     }
 
 
-def _figures(precision: Precision, times: Dict, test, train, train_batch: int, test_batch: int) -> Dict:
-    """The measured figures; rates are those of the slowest process."""
+def _figures(precision: Precision, train: np.ndarray, batch: int) -> Dict:
+    """The measured figures of training; rates are those of the slowest process."""
     flops, world = 2 * net.complexity(builders.get_model())["flops"], dist.get_world_size()
     steps = train.sum(axis=1)
     step = max(dist.gather_objects(float(np.median(steps))))
     peak = hardware.measure_peak(precision.device, precision.dtype or torch.float32)
     vendor = hardware.vendor_peak(hardware.device_name(precision.device), precision.mode)
-    tflops = 3 * flops * train_batch / step / 1e12
-    figures = {
-        "train_batch_per_process": train_batch,
-        "test_batch_per_process": test_batch,
+    tflops = 3 * flops * batch / step / 1e12
+    return {
+        "train_batch_per_process": batch,
         "train_step_seconds": _spread(steps),
         "train_step_seconds_slowest_process": step,
         "forward_seconds": float(np.median(train[:, 0])),
         "backward_seconds": float(np.median(train[:, 1])),
         "optimizer_seconds": float(np.median(train[:, 2])),
-        "test_seconds": _spread(test),
-        "train_images_per_second": world * train_batch / step,
-        "test_images_per_second": world * test_batch / times["test_fw_time"],
+        "train_images_per_second": world * batch / step,
         "model_flops_per_image_forward": flops,
         "train_tflops_per_process": tflops,
-        "test_tflops_per_process": flops * test_batch / times["test_fw_time"] / 1e12,
         "peak_tflops_measured": peak,
         "peak_tflops_vendor": vendor,
         "mfu_of_measured_peak": tflops / peak,
         "mfu_of_vendor_peak": tflops / vendor if vendor else None,
     }
-    if "train_loader_time" in times:
-        figures["loader_images_per_second"] = world * train_batch / max(times["train_loader_time"], 1e-9)
-        figures["bottleneck"] = "loader" if times["train_loader_time"] > step else "model"
-    return figures
+
+
+def _test_figures(test: np.ndarray, batch: int, report: Dict) -> Dict:
+    speed = batch / float(np.median(test))
+    return {
+        "test_batch_per_process": batch,
+        "test_seconds": _spread(test),
+        "test_images_per_second": report["processes"] * speed,
+        "test_tflops_per_process": report["model_flops_per_image_forward"] * speed / 1e12,
+    }
+
+
+def _loader_figures(seconds: float, report: Dict) -> Dict:
+    """Whether the loader keeps up with the steps; `seconds` is what it takes for a batch."""
+    batch, step = report["train_batch_per_process"], report["train_step_seconds_slowest_process"]
+    return {
+        "loader_images_per_second": report["processes"] * batch / max(seconds, 1e-9),
+        "bottleneck": "loader" if seconds > step else "model",
+    }
 
 
 def _percent(share: Optional[float]) -> str:
@@ -289,22 +315,30 @@ def _percent(share: Optional[float]) -> str:
 
 def summary(report: Dict) -> str:
     """The report as a few aligned lines for people."""
-    step, test = ({k: 1e3 * v for k, v in report[name].items()} for name in ("train_step_seconds", "test_seconds"))
+    step = {k: 1e3 * v for k, v in report["train_step_seconds"].items()}
     spread = f"{step['median']:.2f} ms median (p10 {step['p10']:.2f}, p90 {step['p90']:.2f})"
     speed = f"{report['train_images_per_second']:.1f} images/s, {report['train_tflops_per_process']:.3f} TFLOP/s"
     of_peaks = (
         f"{_percent(report['mfu_of_measured_peak'])} of the measured matrix peak ({report['peak_tflops_measured']:.3f})"
     )
     kernels = ", ".join(report["attention_kernels"]) or "none"
+    first = f"{report['first_step_seconds']:.2f} s"
+    if report["compile"] != "off":
+        first += f", {report['compiled_graphs']} compiled graphs, {report['graph_breaks']} graph breaks"
+    batch = f"batch {report['train_batch_per_process']}"
+    if report["accumulated_passes"] > 1:
+        batch += f" in {report['accumulated_passes']} passes"
     rows = [
         ("device", f"{report['device']}; {report['plan']}; precision {report['precision']}; attention {kernels}"),
-        ("train step", f"{spread} over {report['timed_iterations']}, batch {report['train_batch_per_process']}"),
+        ("train step", f"{spread} over {report['timed_iterations']}, {batch}"),
         ("of it optimizer", f"{1e3 * report['optimizer_seconds']:.2f} ms"),
         ("train speed", f"{speed} per process = {of_peaks}, {_percent(report['mfu_of_vendor_peak'])} of the vendor's"),
-        ("test forward", f"{test['median']:.2f} ms median, {report['test_images_per_second']:.1f} images/s"),
-        ("first step", f"{report['first_step_seconds']:.2f} s, {report['graph_breaks']} graph breaks"),
+        ("first step", first),
         ("peak memory", f"{report['peak_memory_mb']:.0f} MB"),
     ]
+    if "test_seconds" in report:
+        median = 1e3 * report["test_seconds"]["median"]
+        rows.append(("test forward", f"{median:.2f} ms median, {report['test_images_per_second']:.1f} images/s"))
     if "bottleneck" in report:
         rate, bottleneck = report["loader_images_per_second"], report["bottleneck"]
         rows.append(("loader", f"{rate:.1f} images/s; the bottleneck is the {bottleneck}"))

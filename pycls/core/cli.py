@@ -11,7 +11,7 @@ from typing import Callable, List, Optional
 
 from pycls.core import config
 from pycls.core.config import cfg
-from pycls.core.errors import FaultError, UserError, nearest
+from pycls.core.errors import OUT_OF_MEMORY, FaultError, UserError, nearest
 from pycls.core.options import OPTIONS
 
 _EPILOG = """\
@@ -133,10 +133,10 @@ def _less_memory(error: Exception) -> str:
     """One line on what ran out and which keys make a run smaller."""
     reason = (str(error).splitlines() or ["the host has no more memory to give"])[0]
     if "DataLoader worker" in reason:
-        return f"out of memory ({reason}): lower DATA_LOADER.NUM_WORKERS or DATA_LOADER.PREFETCH"
+        return f"{OUT_OF_MEMORY} ({reason}): lower DATA_LOADER.NUM_WORKERS or DATA_LOADER.PREFETCH"
     train, test = cfg.TRAIN.BATCH_SIZE, cfg.TEST.BATCH_SIZE
     return (
-        f"out of memory ({' '.join(reason.split())[:160]}): lower TRAIN.BATCH_SIZE (now {train}, "
+        f"{OUT_OF_MEMORY} ({' '.join(reason.split())[:160]}): lower TRAIN.BATCH_SIZE (now {train}, "
         f"{train // cfg.NUM_GPUS} per process) or, when testing, TEST.BATCH_SIZE (now {test}); or raise "
         "OPTIM.ACCUM_ITERS, set ACT_CHECKPOINT block or FSDP.ENABLED True. --mode time with TIME.SWEEP_BATCH True "
         "finds the largest batch that fits"

@@ -4,6 +4,8 @@ import difflib
 from typing import Iterable, Mapping, Optional, TypeVar
 
 T = TypeVar("T")
+# How the one line begins that says so.
+OUT_OF_MEMORY = "out of memory"
 
 
 class UserError(ValueError):

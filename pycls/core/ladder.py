@@ -12,9 +12,13 @@ import subprocess
 import sys
 from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence
 
+from pycls.core.errors import OUT_OF_MEMORY
 from pycls.core.io import atomic_write
 
 IMAGENET_TRAIN_IMAGES = 1_281_167
+_MOST_PASSES = 64
+# What Meta reported for its optimised ViT-H/16, relative to its baseline of DDP (the last two at 256 px).
+PUBLISHED = {"larger_batch": 1.51, "px256": 1.86, "fp16": 2.18}
 
 
 class Row(NamedTuple):
@@ -32,19 +36,22 @@ _BASE = {
 }  # fmt: skip
 
 
-def rows(device: str, larger_batch: int) -> List[Row]:
-    """The rungs, in order. On the CPU the baseline computes in fp32, which is what PyCls's users would have there."""
+def rows(device: str, larger_batch: int, passes: int = 1) -> List[Row]:
+    """The rungs, in order. On the CPU the baseline computes in fp32, which is what PyCls's users would have there.
+
+    Args:
+        larger_batch: in all, of the row of this name and those above it; computed in so many accumulated `passes`.
+    """
     base = {**_BASE, "PRECISION.MODE": "fp32"} if device == "cpu" else _BASE
+    larger = {"TRAIN.BATCH_SIZE": larger_batch, **({"OPTIM.ACCUM_ITERS": passes} if passes > 1 else {})}
     return [
         Row("baseline", "class token, batch first, explicit attention, one kernel per tensor, DDP", base, None),
         Row("fsdp", "fully sharded data parallel", {"FSDP.ENABLED": True, "FSDP.RESHARD_AFTER_FW": False}, "baseline"),
-        Row("fairscale", "the same by FairScale, as in PyCls", {"FSDP.BACKEND": "fairscale"}, "fsdp"),
         Row("mta", "multi-tensor optimizer", {"OPTIM.MTA": True}, "fsdp"),
+        Row("fairscale", "the same by FairScale, as in PyCls", {"FSDP.BACKEND": "fairscale"}, "mta"),
         Row("pooled", "pooled classifier", {"VIT.CLASSIFIER_TYPE": "pooled"}, "mta"),
         Row("batch_second", "batch-second layout", {"VIT.LAYOUT": "batch_second"}, "pooled"),
-        Row(
-            "larger_batch", f"larger batch ({larger_batch} in all)", {"TRAIN.BATCH_SIZE": larger_batch}, "batch_second"
-        ),
+        Row("larger_batch", f"larger batch ({larger_batch} in all)", larger, "batch_second"),
         Row("px256", "256 px", {"TRAIN.IM_SIZE": 256}, "larger_batch"),
         Row("fp16", "full fp16", {"PRECISION.MODE": "fp16"}, "px256"),
         Row("sdpa", "the fastest attention (ours)", {"VIT.ATTENTION": "auto"}, "larger_batch"),
@@ -52,6 +59,7 @@ def rows(device: str, larger_batch: int) -> List[Row]:
         Row("fused", "fused optimizer (ours)", {"OPTIM.FUSED": True, "OPTIM.MTA": False}, "bf16"),
         Row("compile", "compiled blocks (ours)", {"COMPILE.ENABLED": True}, "fused"),
         Row("everything", "full bf16 (ours): everything", {"PRECISION.MODE": "bf16"}, "compile"),
+        Row("everything_batch_first", "everything, batch first", {"VIT.LAYOUT": "batch_first"}, "everything"),
         Row("baseline_px256", "the baseline at 256 px", {"TRAIN.IM_SIZE": 256}, "baseline"),
         Row("everything_px256", "everything at 256 px", {"TRAIN.IM_SIZE": 256}, "everything"),
     ]
@@ -73,9 +81,10 @@ def reason_against(words: Dict, device: str) -> Optional[str]:
     return None
 
 
-def note_on(words: Dict, processes: int) -> str:
-    """What to know about a row that runs: where a change has nothing to act on."""
-    return "one process: nothing to shard" if words.get("FSDP.ENABLED") and processes == 1 else ""
+def note_on(words: Dict, alone: bool, passes: int) -> str:
+    """What to know about a row that runs: where a change has nothing to act on, and how its batch is computed."""
+    notes = ["one process: nothing to shard"] if words.get("FSDP.ENABLED") and alone else []
+    return "; ".join([*notes, *([f"batch in {passes} passes"] if passes > 1 else [])])
 
 
 def group_of_one() -> Dict[str, str]:
@@ -90,36 +99,52 @@ def group_of_one() -> Dict[str, str]:
 def measure(cfg_file: str, words: Dict, out_dir: str, extra: Sequence[str], grouped: bool = False) -> Dict:
     """Times one row in a fresh process, unless OUT_DIR has its result; returns the timing record, or an `error`.
 
+    A batch that does not fit into memory is split into twice as many accumulated passes, and again.
+
     Args:
         grouped: let a single process be a group, see `group_of_one`.
     """
     result = os.path.join(out_dir, "timing.json")
-    if not os.path.exists(result):
-        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        command = [sys.executable, os.path.join(root, "tools", "run_net.py"), "--mode", "time", "--cfg", cfg_file]
-        command += [*extra, *(str(word) for pair in words.items() for word in pair)]
-        variables = {**os.environ, **(group_of_one() if grouped else {})}
-        command += ["OUT_DIR", out_dir, "LOG_DEST", "file"]
-        done = subprocess.run(command, capture_output=True, text=True, env=variables)
-        if done.returncode:
-            return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+    passes = words.get("OPTIM.ACCUM_ITERS", 1)
+    while not os.path.exists(result):
+        error = _time({**words, "OPTIM.ACCUM_ITERS": passes}, cfg_file, out_dir, extra, grouped)
+        if OUT_OF_MEMORY in error and passes < _MOST_PASSES:
+            passes *= 2
+        elif error:
+            return {"error": error}
     with open(result, encoding="utf-8") as f:
         return json.load(f)
 
 
-def collect(
-    table: Sequence[Row], results: Dict[str, List[Dict]], skipped: Dict[str, str], processes: int
-) -> List[Dict]:
-    """One entry per row in `results`: images/s (median, lowest, highest), ratio to the baseline at its image size."""
+def _time(words: Dict, cfg_file: str, out_dir: str, extra: Sequence[str], grouped: bool) -> str:
+    """Runs `--mode time` in a process of its own; returns its error, '' if there was none."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    command = [sys.executable, os.path.join(root, "tools", "run_net.py"), "--mode", "time", "--cfg", cfg_file]
+    command += [*extra, *(str(word) for pair in words.items() for word in pair)]
+    variables = {**os.environ, **(group_of_one() if grouped else {})}
+    command += ["OUT_DIR", out_dir, "LOG_DEST", "file", "TIME.TRAIN_ONLY", "True"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
+
+
+def collect(table: Sequence[Row], results: Dict[str, List[Dict]], skipped: Dict[str, str], alone: bool) -> List[Dict]:
+    """One entry per row in `results`: images/s (median, lowest, highest), ratio to the baseline at its image size.
+
+    Args:
+        skipped: the reasons for those that can't run here. alone: one process, and not a group of one.
+    """
     entries = []
     for row in (row for row in table if row.name in results):
         words, found = words_of(row.name, table), results[row.name]
-        entry = {"name": row.name, "change": row.change, "note": note_on(words, processes), "words": words}
         runs = [result for result in found if "error" not in result]
+        passes = runs[0].get("accumulated_passes", 1) if runs else 1
+        entry = {"name": row.name, "change": row.change, "note": note_on(words, alone, passes), "words": words}
+        entry["published"] = PUBLISHED.get(row.name)
         errors = [result["error"] for result in found if "error" in result]
         if runs:
             entry.update(_figures(runs))
         else:
+            entry["failed"] = row.name not in skipped
             entry["reason"] = skipped.get(row.name) or (errors[-1] if errors else "not measured")
         entries.append(entry)
     measured = [e for e in entries if "reason" not in e]
@@ -180,20 +205,31 @@ def markdown(entries: Iterable[Dict], title: str) -> str:
 def run(
     cfg_file: str,
     out_dir: str,
+    table: Sequence[Row],
     names: Optional[Sequence[str]],
     rounds: int,
-    larger_batch: int,
     device: str,
     processes: int,
     extra: Sequence[str],
     grouped: bool = False,
 ) -> List[Dict]:
-    """Measures the rows (all, or those named); writes ladder.json, .md and .png and epoch_time.png to OUT_DIR."""
-    table = rows(device, larger_batch)
+    """Measures the rows of `table` (all, or those named); returns an entry for each.
+
+    OUT_DIR gets ladder.json, .md and .png and epoch_time.png, anew after each row: a ladder that is stopped shows what
+    it has.
+    """
     wanted = [row.name for row in table if not names or row.name in names]
     skipped = {n: why for n in wanted if (why := reason_against(words_of(n, table), device))}
     results: Dict[str, List[Dict]] = {name: [] for name in wanted}
     common = [*extra, "NUM_GPUS", str(processes), "DEVICE", device]
+    title = f"Ladder of {os.path.splitext(os.path.basename(cfg_file))[0]}"
+
+    def written() -> List[Dict]:
+        entries = collect(table, results, skipped, processes == 1 and not grouped)
+        _write(entries, title, out_dir, processes)
+        return entries
+
+    entries = written()
     for number in range(1, rounds + 1):
         for name in (n for n in wanted if n not in skipped):
             folder = os.path.join(out_dir, f"round{number}", name)
@@ -201,8 +237,7 @@ def run(
             results[name].append(result)
             speed = result.get("error") or f"{result['train_images_per_second']:.2f} images/s"
             print(f"round {number} of {rounds}: {name}: {speed}", flush=True)
-    entries = collect(table, results, skipped, processes)
-    _write(entries, f"Ladder of {os.path.splitext(os.path.basename(cfg_file))[0]}", out_dir, processes)
+            entries = written()
     return entries
 
 

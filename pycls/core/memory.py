@@ -23,8 +23,6 @@ import math
 from functools import lru_cache
 from typing import Dict, List, NamedTuple, Tuple
 
-from torch import nn
-
 from pycls.core import hardware, parallel
 from pycls.core.config import cfg
 from pycls.core.trace import Style, Trace, meta_model, trace_step
@@ -99,13 +97,11 @@ def choice_of_config(gpus: int, batch: int, cuda: bool) -> Choice:
 
 
 class Weights(NamedTuple):
-    """Shapes and element sizes of the weights, bytes of the buffers, weights of each repeated block, number of layer
-    norms."""
+    """Shapes and element sizes of the weights, bytes of the buffers, weights of each repeated block."""
 
     tensors: List[Tuple[Tuple[int, ...], int]]
     buffers: int
     blocks: List[int]
-    norms: int
 
     @property
     def count(self) -> int:
@@ -131,7 +127,7 @@ def weights_of_config(half: bool) -> Weights:
     blocks = [sum(p.numel() for p in block.parameters()) for block in parallel.repeated_blocks(model)]
     tensors = [(tuple(p.shape), p.element_size()) for p in model.parameters()]
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    return Weights(tensors, buffers, blocks, sum(isinstance(m, nn.LayerNorm) for m in model.modules()))
+    return Weights(tensors, buffers, blocks)
 
 
 def state_bytes() -> int:
@@ -261,4 +257,4 @@ def _optimizer_workspace(choice: Choice, weights: Weights) -> int:
     if cfg.OPTIM.MTA:
         return 4 * weights.shard(choice.shards)
     largest = max(weights.tensors, key=lambda tensor: math.prod(tensor[0]))
-    return 12 * Weights([largest], 0, [], 0).shard(choice.shards)
+    return 12 * Weights([largest], 0, []).shard(choice.shards)

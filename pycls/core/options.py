@@ -273,6 +273,7 @@ OPTIONS = (
     # -------------------------------------------------------------- timing mode
     Option("PREC_TIME.WARMUP_ITER", 3, "iterations left out of each timing", low=0),
     Option("PREC_TIME.NUM_ITER", 30, "iterations timed", low=1),
+    Option("TIME.TRAIN_ONLY", False, "time neither testing nor the loader"),
     Option("TIME.SWEEP_BATCH", False, "also time doubled batches: the largest that fits, and the fastest"),
     # ------------------------------------------------------------------- launch
     Option(

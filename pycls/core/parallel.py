@@ -6,10 +6,12 @@ The trainer only ever calls the methods of the plan that it returns; models know
 
 import contextlib
 import functools
-from typing import List, Optional
+import types
+from typing import Callable, List, Optional
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pycls.core import distributed as dist
 from pycls.core import hardware
@@ -32,23 +34,35 @@ def checkpoint_activations(model: nn.Module) -> None:
     """
     if cfg.ACT_CHECKPOINT == "none":
         return
-    from torch.utils.checkpoint import checkpoint
-
     selective = cfg.ACT_CHECKPOINT == "selective"
     if selective and any(getattr(module, "inplace", False) for module in model.modules()):
         raise UserError(
             "ACT_CHECKPOINT: selective can't keep what in-place activations change; add MODEL.ACTIVATION_INPLACE False"
         )
+    recomputed = _traceable(selective)
     for block in repeated_blocks(model):
         norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         options = {"context_fn": functools.partial(_contexts, selective, norms)} if selective or norms else {}
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+        if cfg.COMPILE.ENABLED:
+            block.forward = types.MethodType(recomputed, block)
+        else:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+def _traceable(selective: bool) -> Callable:
+    """A recomputing forward method that compilers see through: they skip partials of torch's function, and one method
+    for all blocks is compiled once. They let running statistics follow a batch once, whatever is repeated."""
+    kept = functools.partial(create_selective_checkpoint_contexts, list(_costly_operations()))
+    options = {"context_fn": kept} if selective else {}
+
+    def forward(block, *inputs):
+        return checkpoint(lambda *xs: type(block).forward(block, *xs), *inputs, use_reentrant=False, **options)
+
+    return forward
 
 
 def _contexts(selective: bool, norms: List[nn.Module]):
     """(Context of a block's forward pass, context of its repetition), for torch's checkpoint."""
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
     if not selective:
         return contextlib.nullcontext(), _at_rest(norms)
     first, again = create_selective_checkpoint_contexts(list(_costly_operations()))
@@ -124,8 +138,12 @@ def describe() -> str:
     return ", ".join([head, *more])
 
 
-def prepare(model: nn.Module, ema: Optional[nn.Module], precision: Precision) -> Single:
-    """Puts a freshly built model, and its average if any, on the device(s) as the config says."""
+def prepare(model: nn.Module, ema: Optional[nn.Module], precision: Precision, host_values: bool = True) -> Single:
+    """Puts a freshly built model, and its average if any, on the device(s) as the config says.
+
+    Args:
+        host_values: where a blueprint's initial values are drawn, see `trainer.setup_model`.
+    """
     world_size = dist.get_world_size()
     plan = plan_of_config(world_size)
     if cfg.BN.SYNC and world_size > 1:
@@ -135,4 +153,4 @@ def prepare(model: nn.Module, ema: Optional[nn.Module], precision: Precision) ->
         hardware.keep_freed_memory()
     checkpoint_activations(model)
     _compile(model)
-    return plan(model, ema, precision)
+    return plan(model, ema, precision, host_values)

@@ -29,9 +29,11 @@ class Single:
     # Whether processes hold different parts, as DTensors.
     shards = False
 
-    def __init__(self, model: nn.Module, average: Optional[nn.Module], precision: Precision):
-        """Args: model, average: as built, with values or (blueprints) without; both start from the model's."""
+    def __init__(self, model: nn.Module, average: Optional[nn.Module], precision: Precision, host_values: bool = True):
+        """Args: model, average: as built, with values or (blueprints) without; both start from the model's.
+        host_values: whether a blueprint's values are drawn on the host, see `trainer.setup_model`."""
         self.precision, self.device = precision, precision.device
+        self.drawn_on = torch.device("cpu") if host_values else self.device
         self.raw = self.model = self.cast(self.spread(model))
         self.ema = self.spread(average, initial=False) if average is not None else None
         if average is not None:
@@ -40,7 +42,7 @@ class Single:
     def spread(self, model: nn.Module, initial: bool = True) -> nn.Module:
         """Gives a blueprint its values (if they are not `initial`, any) and puts the model where it computes."""
         for part in (*repeated_blocks(model), model):
-            give_values(part, leave_out=repeated_blocks(model), initial=initial)
+            give_values(part, self.drawn_on, leave_out=repeated_blocks(model), initial=initial)
         return model.to(self.device)
 
     def cast(self, model: nn.Module) -> nn.Module:
@@ -86,8 +88,8 @@ class Replicated(Single):
 
     name = "data parallel (DDP)"
 
-    def __init__(self, model: nn.Module, average: Optional[nn.Module], precision: Precision):
-        super().__init__(model, average, precision)
+    def __init__(self, model: nn.Module, average: Optional[nn.Module], precision: Precision, host_values: bool = True):
+        super().__init__(model, average, precision, host_values)
         ids = [self.device.index] if self.device.type == "cuda" else None
         # Our own models compute the same graph in every step; of accumulated passes only the last one is reduced.
         static = type(self.raw).__module__.startswith("pycls.models.") and cfg.OPTIM.ACCUM_ITERS == 1
@@ -107,8 +109,10 @@ def repeated_blocks(model: nn.Module) -> List[nn.Module]:
     return list(find()) if find else []
 
 
-def give_values(part: nn.Module, leave_out: Collection[nn.Module] = (), initial: bool = True) -> None:
-    """Puts what `part` holds on the meta device, if anything, into host memory, and initialises it.
+def give_values(
+    part: nn.Module, device: torch.device, leave_out: Collection[nn.Module] = (), initial: bool = True
+) -> None:
+    """Puts what `part` holds on the meta device, if anything, on `device`, and initialises it there.
 
     Every module below it that holds tensors must have `reset_parameters`, as torch's own do; parts come before wholes.
 
@@ -117,7 +121,7 @@ def give_values(part: nn.Module, leave_out: Collection[nn.Module] = (), initial:
     """
     modules = [m for m in _parts_first(part, leave_out) if any(t.is_meta for t in _own_tensors(m))]
     for module in modules:
-        module.to_empty(device="cpu", recurse=False)
+        module.to_empty(device=device, recurse=False)
     if modules and initial:
         with torch.no_grad():
             for module in _parts_first(part, leave_out):

@@ -36,7 +36,7 @@ def calibrate(path: str, cluster: Cluster) -> Tuple[Cluster, Dict]:
     with config.temporary_cfg():
         cfg.merge_from_text(timing["config"], path, skip_unknown=True)
         choice = memory.choice_of_config(timing["processes"], timing["train_batch_per_process"], cluster.cuda)
-        choice = choice._replace(mode=timing["precision"], parts=1)
+        choice = choice._replace(mode=timing["precision"], parts=timing.get("accumulated_passes", 1))
         step = step_time(choice, memory.Model(), cluster)
     measured = timing["train_step_seconds_slowest_process"]
     optimizer = timing["optimizer_seconds"]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import textwrap
 from typing import Dict, Iterable, List, Optional, Sequence
 
 from pycls.core import logging
@@ -133,11 +134,12 @@ def plot_run(out_dir: str) -> str:
     return plot_error_curves([log_file], names_of([out_dir]), os.path.join(out_dir, "curves.png"))
 
 
-def _bars(entries: Sequence[Dict], title: str, out_path: str, value, power: int, label: str, form: str) -> str:
+def _bars(entries: Sequence[Dict], title: str, out_path: str, value, power: int, label: str, form: str, other) -> str:
     """Horizontal bars of one value per ladder row, rows that could not be run shown as such.
 
     Args:
         value: what to draw of a row. power: of the speed, that it is proportional to; the rounds' spread follows it.
+        other: what others published for a row, or None; drawn beside the bar.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -145,18 +147,13 @@ def _bars(entries: Sequence[Dict], title: str, out_path: str, value, power: int,
     figure = Figure(figsize=(10, 0.42 * len(entries) + 1.8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    known = [e for e in entries if "reason" not in e and value(e)]
-    widest = max(value(e) for e in known)
+    known = [i for i, e in enumerate(entries) if "reason" not in e and value(e)]
+    published = {i: other(e) for i, e in enumerate(entries) if other(e)}
+    widest = max([value(entries[i]) for i in known] + list(published.values()), default=1.0)
     for i, entry in enumerate(entries):
-        if entry not in known:
-            axes.text(
-                widest * 0.01,
-                i,
-                entry.get("reason", "no baseline at this image size"),
-                va="center",
-                color="0.45",
-                style="italic",
-            )
+        if i not in known:
+            reason = entry.get("reason", "no baseline at this image size")
+            axes.text(widest * 0.01, i, textwrap.shorten(reason, 70), va="center", color="0.45", style="italic")
             continue
         number = value(entry)
         rounds = [number * (entry[end] / entry["images_per_second"]) ** power for end in ("lowest", "highest")]
@@ -164,8 +161,12 @@ def _bars(entries: Sequence[Dict], title: str, out_path: str, value, power: int,
         colour = _COLOURS[1] if "ours" in entry["change"] or "everything" in entry["name"] else _COLOURS[0]
         axes.barh(i, number, color=colour, height=0.7, xerr=spread, error_kw={"ecolor": "0.25", "capsize": 3})
         axes.text(max(rounds) + widest * 0.02, i, form.format(number), va="center", fontsize=9)
-    axes.set_yticks(range(len(entries)), [e["change"] for e in entries])
-    axes.invert_yaxis()
+    if published:
+        marks = {"marker": "D", "color": "white", "edgecolors": "black", "zorder": 3}
+        axes.scatter(list(published.values()), list(published), label="Meta's ViT-H/16 on its GPUs, published", **marks)
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    axes.set_yticks(range(len(entries)), [textwrap.fill(e["change"], 38) for e in entries], fontsize=9)
+    axes.set_ylim(len(entries) - 0.5, -0.5)
     axes.set_xlim(0, widest * 1.2)
     axes.set_xlabel(label)
     axes.set_title(title, loc="left")
@@ -174,14 +175,16 @@ def _bars(entries: Sequence[Dict], title: str, out_path: str, value, power: int,
 
 
 def plot_ladder(entries: Sequence[Dict], title: str, out_path: str) -> str:
-    """Draws each row's throughput per process relative to the baseline of its image size; returns out_path."""
-    return _bars(entries, title, out_path, lambda e: e["ratio"], 1, "throughput relative to the baseline", "{:.2f}x")
+    """Draws each row's throughput per process relative to the baseline of its image size, beside what Meta published;
+    returns out_path."""
+    label = "throughput relative to the baseline"
+    return _bars(entries, title, out_path, lambda e: e.get("ratio"), 1, label, "{:.2f}x", lambda e: e.get("published"))
 
 
 def plot_epoch_times(entries: Sequence[Dict], title: str, out_path: str) -> str:
     """Draws the hours that an epoch of ImageNet-1K (1,281,167 images) takes at each row's speed; returns out_path."""
     label = "hours per ImageNet-1K epoch (1,281,167 images) on this machine"
-    return _bars(entries, title, out_path, lambda e: e["hours_per_epoch"], -1, label, "{:.2f} h")
+    return _bars(entries, title, out_path, lambda e: e["hours_per_epoch"], -1, label, "{:.2f} h", lambda e: None)
 
 
 # ----------------------------------------------------------------------- the planner

@@ -9,10 +9,12 @@ Nothing else in the program asks about dtypes. The modes:
 """
 
 import contextlib
+import types
 from typing import Callable, Dict, List, Optional
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from pycls.core import distributed as dist
 from pycls.core.config import cfg
@@ -76,16 +78,10 @@ class Precision:
         # It compares notes only then, while a fused optimizer would unscale and step in one.
         self.unscale_apart = True
 
-    def sharding_policy(self, norms: bool = False):
-        """fully_shard's policy: gather weights in the compute dtype, keep the shards (the master weights) in fp32.
-
-        Args:
-            norms: the policy of norms that compute in fp32 between layers that do not.
-        """
+    def sharding_policy(self):
+        """fully_shard's policy: gather weights in the compute dtype, keep the shards (the master weights) in fp32."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        if norms:
-            return MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=self.dtype)
         reduce = torch.float32 if cfg.PRECISION.REDUCE_DTYPE == "fp32" else self.dtype
         return MixedPrecisionPolicy(self.dtype, reduce if self.dtype else None)
 
@@ -97,6 +93,13 @@ class Precision:
             if cfg.PRECISION.NORM_FP32:
                 _keep_norms_fp32(model, self.dtype)
         return model
+
+    def compute_norms_in_fp32(self, model: nn.Module) -> None:
+        """Makes layer norms compute in fp32 between layers that don't, of weights in any dtype."""
+        # Sharded with their block and not by themselves: that would be messages and graph breaks for a few numbers.
+        for module in model.modules() if self.dtype is not None else ():
+            if isinstance(module, nn.LayerNorm):
+                module.forward = types.MethodType(_fp32_layer_norm, module)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes `optimizer` step fp32 master weights in place of 16-bit ones (call before its first step)."""
@@ -193,6 +196,11 @@ def _keep_norms_fp32(model: nn.Module, dtype: torch.dtype) -> None:
             module.float()
             module.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
             module.register_forward_hook(lambda _, args, output: output.to(dtype))
+
+
+def _fp32_layer_norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = (None if t is None else t.float() for t in (norm.weight, norm.bias))
+    return F.layer_norm(x.float(), norm.normalized_shape, weight, bias, norm.eps).to(x.dtype)
 
 
 class _Master:

@@ -107,7 +107,7 @@ def messages(choice: Choice, weights: memory.Weights, cluster: Cluster) -> List[
         buckets = math.ceil(weights.bytes / (25 * 2**20))
         return [_message("all-reduce", "backward", weights.bytes, buckets, choice.gpus, cluster)]
     size, reduced = (2 if choice.half else 4), memory.reduced_size(choice)
-    calls = 1 + len(weights.blocks) + (weights.norms if choice.half and cfg.FSDP.LAYER_NORM_FP32 else 0)
+    calls = 1 + len(weights.blocks)
     shards, parts = choice.shards, choice.parts
     sent = [_message("all-gather", "forward", parts * size * weights.count, parts * calls, shards, cluster)]
     if choice.reshard:

@@ -1,7 +1,6 @@
 """The plan for models that outgrow a device: PyTorch's fully_shard."""
 
 import contextlib
-from typing import List
 
 import torch
 from torch import nn
@@ -41,26 +40,18 @@ class Sharded(Single):
         }
         if cfg.FSDP.CPU_OFFLOAD:
             options["offload_policy"] = CPUOffloadPolicy()
-        norm_options = {**options, "mp_policy": self.precision.sharding_policy(norms=True)}
+        if cfg.FSDP.LAYER_NORM_FP32:
+            self.precision.compute_norms_in_fp32(model)
         blocks = repeated_blocks(model)
         # Part by part, so that no process ever holds more than one part of a blueprint whole.
         for part in (*blocks, model):
-            give_values(part, leave_out=blocks, initial=initial)
+            give_values(part, self.drawn_on, leave_out=blocks, initial=initial)
             part.to(self.device)
-            for norm in self.norms_apart(part, blocks):
-                fully_shard(norm, **norm_options)
             fully_shard(part, **options)
         for block, following in zip(blocks, blocks[1:]):
             # Asked for before it is needed, even where the host is late; the backward pass does so by itself.
             block.set_modules_to_forward_prefetch([following])
         return model
-
-    def norms_apart(self, part: nn.Module, blocks: List[nn.Module]) -> List[nn.Module]:
-        """The layer norms of `part` that are sharded by themselves, as they compute in another dtype than the rest."""
-        if not cfg.FSDP.LAYER_NORM_FP32 or self.precision.dtype is None:
-            return []
-        done = {id(m) for block in blocks if block is not part for m in block.modules()}
-        return [m for m in part.modules() if isinstance(m, nn.LayerNorm) and id(m) not in done]
 
     def accumulating(self, last: bool):
         self.raw.set_requires_gradient_sync(last)

@@ -22,11 +22,11 @@ class FairScaleSharded(Single):
     # Gradients smaller than this are reduced together, in MB (FairScale's default).
     bucket_cap_mb = 25
 
-    def __init__(self, model: nn.Module, average: Optional[nn.Module], precision: Precision):
+    def __init__(self, model: nn.Module, average: Optional[nn.Module], precision: Precision, host_values: bool = True):
         precision.share_overflows()
         # FairScale calls collectives by names that newer torch versions are about to rename.
         warnings.filterwarnings("ignore", message="`torch.distributed.*(deprecated|renamed)")
-        super().__init__(model, average, precision)
+        super().__init__(model, average, precision, host_values)
 
     @staticmethod
     def check() -> None:
@@ -60,10 +60,10 @@ class FairScaleSharded(Single):
         }
         blocks = repeated_blocks(model)
         for block in blocks:
-            give_values(block, initial=initial)
+            give_values(block, self.drawn_on, initial=initial)
             _put_in_place(model, block, self._wrapped(block.to(self.device), options))
         # The wrapped blocks have their values: FairScale's class must not be asked to initialise them again.
-        give_values(model, leave_out=repeated_blocks(model), initial=initial)
+        give_values(model, self.drawn_on, leave_out=repeated_blocks(model), initial=initial)
         return self._wrapped(model.to(self.device), options)
 
     def _wrapped(self, module: nn.Module, options: Dict[str, Any]) -> nn.Module:

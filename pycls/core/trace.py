@@ -225,7 +225,8 @@ def _trace(style: Style, batch: int, cuda: bool) -> Trace:
 
     # The trace runs by the CPU's rules, where the choice could be another one.
     attention = "sdpa" if cuda and style.attention == "auto" else style.attention
-    with overlaid({"VIT.ATTENTION": attention, "ACT_CHECKPOINT": style.checkpoint}):
+    words = {"VIT.ATTENTION": attention, "ACT_CHECKPOINT": style.checkpoint, "COMPILE.ENABLED": False}
+    with overlaid(words):
         model = meta_model(style.half_weights, style.fp32_norms)
         for block in parallel.repeated_blocks(model) if cuda else ():
             block.forward = functools.partial(_with_cuda_rules, block.forward)

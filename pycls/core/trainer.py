@@ -51,15 +51,20 @@ def setup_env(mode: str) -> None:
         logger.info("CUDNN.BENCHMARK is on: results may differ in rounding from run to run, whatever RNG_SEED")
 
 
-def setup_model(precision: Precision, with_ema: bool = False) -> Single:
-    """Builds the model of the config (and a copy to hold its average) and puts it where and how it runs."""
+def setup_model(precision: Precision, with_ema: bool = False, host_values: bool = True) -> Single:
+    """Builds the model of the config (and a copy to hold its average) and puts it where and how it runs.
+
+    Args:
+        host_values: draw initial values on the host, where a seed gives the same ones on every machine; else on the
+            device, which is faster.
+    """
     model = builders.build_blueprint()
     if cfg.VERBOSE:
         logger.info("Model:\n%s", model)
     logger.info(logging.dump_log_data(net.complexity(builders.get_model()), "complexity"))
     logger.info("Precision: %s on %s; %s", precision.mode, precision.device, parallel.describe())
     average = ema.copy_for_ema(model) if with_ema else None
-    return parallel.prepare(model, average, precision)
+    return parallel.prepare(model, average, precision, host_values)
 
 
 def setup_run(train_loader, test_loader) -> Run:

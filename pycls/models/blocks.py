@@ -1,6 +1,6 @@
 """What the conv nets share: squeeze-and-excitation, residual sums, initialisation; and PyCls's own helper names."""
 
-from typing import Dict, List, Tuple
+from typing import Dict, List, Tuple, Union
 
 import numpy as np
 import torch
@@ -51,12 +51,13 @@ class ResBlock(nn.Sequential):
         return self.af(shortcut + self.f(x))
 
 
-def drop_path(x: torch.Tensor, rate: float, batch_dim: int = 0) -> torch.Tensor:
-    """Zeroes whole samples with chance `rate` and scales the others up (stochastic depth, arXiv 1603.09382)."""
+def drop_path(x: torch.Tensor, rate: Union[float, torch.Tensor], batch_dim: int = 0) -> torch.Tensor:
+    """Zeroes whole samples with chance `rate` (0 to below 1) and scales the others up (stochastic depth, arXiv
+    1603.09382)."""
     shape = [1] * x.dim()
     shape[batch_dim] = x.shape[batch_dim]
-    keep = 1.0 - rate
-    return x * torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(keep).div_(keep)
+    kept = torch.rand(shape, device=x.device) >= rate
+    return x * (kept / (1.0 - rate)).to(x.dtype)
 
 
 drop_connect = drop_path

@@ -122,6 +122,8 @@ class EncoderBlock(nn.Sequential):
     def __init__(self, layout: Layout, drop_path: float, width: int, layer_scale: float):
         super().__init__()
         self.batch_dim, self.drop_path, self.layer_scale = layout.batch_dim, drop_path, layer_scale
+        # A tensor, since for each new number in a block the compiler would start anew.
+        self.register_buffer("drop_rate", torch.empty(()) if drop_path else None, persistent=False)
         # Learned scales of the residual branches (Touvron et al., arXiv 2103.17239), if any.
         for name in ("layer_scale_1", "layer_scale_2"):
             self.register_parameter(name, nn.Parameter(torch.empty(width)) if layer_scale else None)
@@ -131,6 +133,8 @@ class EncoderBlock(nn.Sequential):
         for linear in (self.mlp_block.linear_1, self.mlp_block.linear_2):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.normal_(linear.bias, std=1e-6)
+        if self.drop_rate is not None:
+            nn.init.constant_(self.drop_rate, self.drop_path)
         if self.layer_scale:
             nn.init.constant_(self.layer_scale_1, self.layer_scale)
             nn.init.constant_(self.layer_scale_2, self.layer_scale)
@@ -142,7 +146,7 @@ class EncoderBlock(nn.Sequential):
 
     def _branch(self, x, scale):
         x = x if scale is None else x * scale
-        return drop_path(x, self.drop_path, self.batch_dim) if self.training and self.drop_path else x
+        return x if self.drop_rate is None or not self.training else drop_path(x, self.drop_rate, self.batch_dim)
 
 
 class Attention(Spec):

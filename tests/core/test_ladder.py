@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 from PIL import Image
 
-from pycls.core import hardware, ladder
+from pycls.core import cli, hardware, ladder
 
 TABLE = ladder.rows("cuda", 560)
 
@@ -35,13 +36,51 @@ def test_rows_are_medians_over_rounds_and_ratios_to_the_baseline_of_their_size()
     results = {"baseline": [result(10.0), result(14.0), result(11.0)], "px256": [result(9.0, 256)],
                "baseline_px256": [result(6.0, 256)], "mta": [{"error": "boom"}],
                "sdpa": [result(44.0, processes=2)], "fp16": []}  # fmt: skip
-    entries = {e["name"]: e for e in ladder.collect(TABLE, results, {"fp16": "emulated"}, 1)}
+    entries = {e["name"]: e for e in ladder.collect(TABLE, results, {"fp16": "emulated"}, True)}
     assert (entries["baseline"]["images_per_second"], entries["baseline"]["lowest"]) == (11.0, 10.0)
     assert entries["px256"]["ratio"] == 1.5 and entries["sdpa"]["ratio"] == 2.0
     assert entries["mta"]["reason"] == "boom" and entries["fp16"]["reason"] == "emulated"
     assert entries["baseline"]["hours_per_epoch"] == pytest.approx(1_281_167 / 11 / 3600)
     text = ladder.markdown(entries.values(), "T")
     assert "| mta | multi-tensor optimizer | | | | not run | | | | boom |" in text and "11.00 (10.00 to 14.00)" in text
+
+
+def test_a_batch_that_does_not_fit_is_computed_in_more_passes(fresh_cfg, monkeypatch, tmp_path):
+    tried = []
+
+    def time(words, cfg_file, out_dir, extra, grouped):
+        tried.append(words["OPTIM.ACCUM_ITERS"])
+        if tried[-1] < 4:
+            return "pycls: error: rank 1: " + cli._less_memory(torch.OutOfMemoryError("CUDA out of memory. Tried ..."))
+        (tmp_path / "timing.json").write_text(json.dumps({**result(10.0), "accumulated_passes": tried[-1]}))
+        return ""
+
+    monkeypatch.setattr(ladder, "_time", time)
+    measured = ladder.measure("vit.yaml", {}, str(tmp_path), [])
+    assert tried == [1, 2, 4]
+    (entry,) = ladder.collect(TABLE, {"everything": [measured]}, {}, alone=True)
+    assert entry["note"] == "one process: nothing to shard; batch in 4 passes"
+
+
+def test_another_error_is_not_tried_again(monkeypatch, tmp_path):
+    tried = []
+    monkeypatch.setattr(ladder, "_time", lambda *args: tried.append(1) or "pycls: error: VIT.NUM_HEADS: ...")
+    assert ladder.measure("vit.yaml", {}, str(tmp_path), []) == {"error": "pycls: error: VIT.NUM_HEADS: ..."}
+    assert len(tried) == 1
+
+
+def test_a_ladder_that_is_stopped_shows_what_it_has(monkeypatch, tmp_path):
+    def measure(cfg_file, words, *rest):
+        if words["OPTIM.MTA"]:
+            raise KeyboardInterrupt
+        return result(10.0)
+
+    monkeypatch.setattr(ladder, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        ladder.run("vit.yaml", str(tmp_path), TABLE, ["baseline", "mta"], 1, "cuda", 1, [])
+    entries = {e["name"]: e for e in json.loads((tmp_path / "ladder.json").read_text())}
+    assert entries["baseline"]["ratio"] == 1.0 and entries["mta"]["reason"] == "not measured"
+    assert (tmp_path / "ladder.png").exists()
 
 
 @pytest.fixture
@@ -86,6 +125,13 @@ def test_the_tool_measures_draws_and_goes_on(run_tool, tiny_vit, tmp_path):
     again = run_tool("ladder.py", *words, "--steps", "baseline", "fp16", "sdpa")
     assert again.returncode == 0 and timing.stat().st_mtime_ns == before
     assert (tmp_path / "out" / "round1" / "baseline" / "timing.json").exists()
+
+
+def test_a_row_that_fails_is_shown_and_told(run_tool, tiny_vit, tmp_path):
+    words = ["--cfg", tiny_vit, "--out", tmp_path / "out", "--device", "cpu", "--rounds", 1, "--batch", 2]
+    done = run_tool("ladder.py", *words, "--steps", "baseline", "--batch", 2, "VIT.PATCH_SIZE", 31)
+    assert done.returncode == 3 and "not measured, see above why: baseline" in done.stderr
+    assert "| not run |" in done.stdout and "VIT.PATCH_SIZE 31" in done.stdout
 
 
 MISTAKES = {

@@ -20,7 +20,7 @@ def test_gpu_check_runs_dry_on_the_cpu(tmp_path):
     rows = {entry["name"]: entry for entry in json.loads((tmp_path / "ladder_H16.json").read_text())}
     assert rows["sdpa"]["ratio"] > 0 and "emulated" in rows["fp16"]["reason"]
     rows = {entry["name"]: entry for entry in json.loads((tmp_path / "ladder_sharding.json").read_text())}
-    assert rows["fsdp"]["ratio"] > 0 and "streams" in rows["fairscale"]["reason"]
+    assert rows["mta"]["ratio"] > 0 and "shard" not in rows["mta"]["note"] and "streams" in rows["fairscale"]["reason"]
     for row in json.loads((tmp_path / "peers.json").read_text()):
         libraries = row["libraries"]
         # The class token is a parameter and a position more than the mean.
@@ -30,6 +30,13 @@ def test_gpu_check_runs_dry_on_the_cpu(tmp_path):
             assert "not here: " in result.get("missing", "") or (
                 result["parameters"] == libraries["ours, class token"]["parameters"] and result["images_per_second"] > 0
             )
+
+
+def test_gpu_check_keeps_to_its_time(tmp_path):
+    done = run("bash", "dev/gpu_check.sh", "--device", "cpu", "--tiny", OUT=str(tmp_path), LIMIT="12")
+    assert done.returncode == 1 and "FAILED (124): other libraries" in done.stderr
+    (row,) = (r for r in json.loads((tmp_path / "ladder_H16.json").read_text()) if r["name"] == "fp16")
+    assert "emulated" in row["reason"]
 
 
 def test_gpu_check_refuses_unknown_arguments():

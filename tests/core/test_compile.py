@@ -1,0 +1,105 @@
+"""COMPILE.ENABLED: every repeated block is compiled, all of them by one compilation, and computes what it did."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from pycls.core import builders, parallel
+from pycls.core.config import cfg
+from pycls.core.precision import Precision
+from pycls.core.sharding import can_shard
+
+# More blocks than a compiler starts anew for before it gives up.
+LAYERS = 10
+VIT = ["MODEL.TYPE", "vit", "VIT.PATCH_SIZE", 8, "VIT.HIDDEN_DIM", 16, "VIT.MLP_DIM", 32, "VIT.NUM_HEADS", 2,
+       "VIT.NUM_LAYERS", LAYERS, "TRAIN.IM_SIZE", 16, "MODEL.NUM_CLASSES", 3]  # fmt: skip
+
+
+@pytest.fixture
+def compiler(fresh_cfg, monkeypatch):
+    """Compiles without generating code, and counts from 0."""
+    usual = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module, mode: usual(module, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    yield counters
+    torch._dynamo.reset()
+
+
+def gradients(mode, *words):
+    """Gradients of a training step of the model of the config, by name."""
+    cfg.merge_from_list([*VIT, "PRECISION.MODE", mode, *words])
+    torch.manual_seed(0)
+    precision = Precision(mode, torch.device("cpu"))
+    model = parallel.prepare(builders.build_model(), None, precision).model.train()
+    nn.init.normal_(model.head.head_fc.weight)
+    precision.forward(model, torch.randn(4, 3, 16, 16)).square().sum().backward()
+    return {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "block", "selective"])
+@pytest.mark.parametrize("mode", ["fp32", "amp_bf16", "bf16"])
+def test_compiled_blocks_compute_what_they_did(compiler, mode, checkpoint):
+    plain = gradients(mode, "ACT_CHECKPOINT", checkpoint)
+    assert not compiler["stats"]
+    compiled = gradients(mode, "ACT_CHECKPOINT", checkpoint, "COMPILE.ENABLED", True)
+    assert compiler["stats"]["unique_graphs"] == 1 and not compiler["graph_break"]
+    for name, value in plain.items():
+        assert torch.allclose(compiled[name], value, atol=1e-5 if mode == "fp32" else 0.05 * value.abs().max()), name
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "block", "selective"])
+def test_other_drop_rates_are_no_reason_to_compile_again(compiler, checkpoint):
+    gradients("fp32", "VIT.DROP_PATH", 0.3, "ACT_CHECKPOINT", checkpoint, "COMPILE.ENABLED", True)
+    # The first block drops nothing.
+    assert compiler["stats"]["unique_graphs"] == 2 and not compiler["graph_break"]
+
+
+def kept_bytes(*words):
+    """Bytes that the forward pass keeps for the backward pass, weights left out."""
+    cfg.merge_from_list([*VIT, "COMPILE.ENABLED", True, "VIT.ATTENTION", "sdpa", *words])
+    model = parallel.prepare(builders.build_model(), None, Precision("fp32", torch.device("cpu"))).model.train()
+    weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(torch.randn(4, 3, 16, 16))
+        total = sum(kept.values())
+    assert logits.requires_grad
+    return total
+
+
+def test_recomputation_saves_memory_in_compiled_blocks_too(compiler):
+    none, selective, block = (kept_bytes("ACT_CHECKPOINT", kind) for kind in ("none", "selective", "block"))
+    assert block < 0.7 * selective and selective < 0.9 * none
+
+
+@pytest.mark.skipif(not can_shard("cpu"), reason="sharding on the CPU needs PyTorch 2.7")
+def test_sharded_and_recomputed_blocks_compile_without_graph_breaks(run_tool, tmp_path):
+    path = tmp_path / "vit.yaml"
+    path.write_text("""
+MODEL: {TYPE: vit, NUM_CLASSES: 10}
+VIT: {PATCH_SIZE: 16, HIDDEN_DIM: 16, MLP_DIM: 32, NUM_HEADS: 2, NUM_LAYERS: 3, CLASSIFIER_TYPE: pooled}
+TRAIN: {IM_SIZE: 32, BATCH_SIZE: 4}
+FSDP: {ENABLED: true}
+PRECISION: {MODE: amp_bf16}
+COMPILE: {ENABLED: true}
+ACT_CHECKPOINT: selective
+TIME: {TRAIN_ONLY: true}
+PREC_TIME: {NUM_ITER: 2, WARMUP_ITER: 0}
+DEVICE: cpu
+""")
+    words = ["--mode", "time", "--cfg", path, "OUT_DIR", tmp_path / "out", "NUM_GPUS", 2, "OPTIM.ACCUM_ITERS", 2]
+    done = run_tool("run_net.py", *words)
+    assert done.returncode == 0, done.stderr
+    timing = json.loads((tmp_path / "out" / "timing.json").read_text())
+    assert timing["compiled_graphs"] > 0 and timing["graph_breaks"] == 0
+    assert timing["accumulated_passes"] == 2 and "test_seconds" not in timing
