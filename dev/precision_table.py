@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--out", default=os.path.join("output", "precision"))
     parser.add_argument("--write", metavar="FILE", help="write the table here instead of printing it")
     args = parser.parse_args()
+    args.modes = [mode for mode in MODES if mode in args.modes or mode == "fp32"]  # Differences are from fp32.
     results = {mode: [run(mode, seed, args.out, args.device) for seed in args.seeds] for mode in args.modes}
     device = (
         torch.cuda.get_device_name() if args.device == "cuda" else f"a {os.cpu_count()}-core {platform.machine()} CPU"

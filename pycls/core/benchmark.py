@@ -141,6 +141,9 @@ def sweep_batch(timed: TrainingStep) -> List[Dict]:
         try:
             if timed.plan.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
+            if cfg.COMPILE.ENABLED:
+                # Else compilers would take the batch for a variable, with slower code than a training run has.
+                torch.compiler.reset()
             seconds = float(np.median(timed.time(batch)[0].sum(axis=1)))
         except torch.OutOfMemoryError:
             timed.precision.zero_grad(timed.optimizer)

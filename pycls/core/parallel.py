@@ -100,10 +100,23 @@ def _costly_operations():
 
 
 def _compile(model: nn.Module) -> None:
-    """Compiles each repeated block in place (equal blocks share one compilation), or the whole model without them."""
-    if cfg.COMPILE.ENABLED:
-        for module in repeated_blocks(model) or [model]:
-            module.compile(mode=cfg.COMPILE.MODE)
+    """Compiles each repeated block in place (equal blocks share one compilation), or the whole model without them.
+
+    Raises:
+        UserError: the mode and accumulated passes don't go together.
+    """
+    if not cfg.COMPILE.ENABLED:
+        return
+    if cfg.COMPILE.MODE in ("reduce-overhead", "max-autotune"):
+        if cfg.OPTIM.ACCUM_ITERS > 1:
+            raise UserError(
+                f"COMPILE.MODE: {cfg.COMPILE.MODE} replays CUDA graphs, whose next pass takes the memory of this one's "
+                "gradients, so OPTIM.ACCUM_ITERS must be 1; use default or max-autotune-no-cudagraphs"
+            )
+        # Else each block's graph would count as a new step, and free what the block before it put out.
+        model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+    for module in repeated_blocks(model) or [model]:
+        module.compile(mode=cfg.COMPILE.MODE)
 
 
 # --------------------------------------------------------------------- the choice

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from pycls.core import builders, parallel
+from pycls.core import benchmark, builders, parallel, trainer
 from pycls.core.config import cfg
+from pycls.core.errors import UserError
 from pycls.core.precision import Precision
 from pycls.core.sharding import can_shard
 
@@ -56,6 +57,37 @@ def test_other_drop_rates_are_no_reason_to_compile_again(compiler, checkpoint):
     gradients("fp32", "VIT.DROP_PATH", 0.3, "ACT_CHECKPOINT", checkpoint, "COMPILE.ENABLED", True)
     # The first block drops nothing.
     assert compiler["stats"]["unique_graphs"] == 2 and not compiler["graph_break"]
+
+
+def test_each_batch_of_a_sweep_is_compiled_as_a_run_with_it_would_be(fresh_cfg, monkeypatch):
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.extend(s for value in inputs if isinstance(value, torch.Tensor) for s in value.shape)
+        return graph.forward
+
+    usual = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module, mode: usual(module, backend=backend))
+    monkeypatch.setattr(benchmark, "_would_overflow", lambda rows: len(rows) == 3)
+    counters.clear()
+    cfg.merge_from_list([*VIT, "COMPILE.ENABLED", True, "PREC_TIME.NUM_ITER", 1, "PREC_TIME.WARMUP_ITER", 0])
+    precision = Precision("fp32", torch.device("cpu"))
+    rows = benchmark.sweep_batch(benchmark.TrainingStep(trainer.setup_model(precision, with_ema=True), precision))
+    assert [row["batch"] for row in rows] == [1, 2, 4] and counters["stats"]["unique_graphs"] == 3
+    assert sizes and all(type(size) is int for size in sizes)
+    torch._dynamo.reset()
+
+
+def test_cuda_graphs_and_accumulated_passes_are_refused(fresh_cfg):
+    with pytest.raises(UserError, match="ACCUM_ITERS must be 1; use default or max-autotune-no-cudagraphs"):
+        gradients("fp32", "COMPILE.ENABLED", True, "COMPILE.MODE", "reduce-overhead", "OPTIM.ACCUM_ITERS", 2)
+
+
+def test_a_mode_with_cuda_graphs_begins_a_step_with_each_forward_pass(compiler, monkeypatch):
+    begun = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    gradients("fp32", "COMPILE.ENABLED", True, "COMPILE.MODE", "reduce-overhead")
+    assert len(begun) == 1
 
 
 def kept_bytes(*words):
