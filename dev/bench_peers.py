@@ -47,6 +47,11 @@ def ours_with_class_token(shape):
     return ours(shape, "token")
 
 
+def ours_in_full_bf16(shape):
+    """Our ViT with weights and activations in 16 bit; see FullTrainee."""
+    return ours(shape)
+
+
 def of_transformers(shape):
     """transformers' ViTForImageClassification."""
     import transformers
@@ -106,6 +111,7 @@ def of_pycls(shape, checkout=""):
 LIBRARIES = {
     "ours": (ours, "mean of tokens"),
     "ours, class token": (ours_with_class_token, "class token"),
+    "ours, full bf16": (ours_in_full_bf16, "mean of tokens"),
     "timm": (of_timm, "class token"),
     "torchvision": (of_torchvision, "class token"),
     "transformers": (of_transformers, "class token"),
@@ -151,12 +157,15 @@ class Trainee:
         from time import perf_counter
 
         start = perf_counter()
-        self.optimizer.zero_grad()
-        self._loss().backward()
-        self.optimizer.step()
+        self._train()
         if self.device.type == "cuda":
             self.torch.cuda.synchronize()
         return perf_counter() - start
+
+    def _train(self) -> None:
+        self.optimizer.zero_grad()
+        self._loss().backward()
+        self.optimizer.step()
 
     def release(self) -> None:
         """Gives memory that is cached for later steps back, so that the others have it in their turns."""
@@ -164,6 +173,26 @@ class Trainee:
             self.torch.cuda.empty_cache()
         else:
             _trim_heap()
+
+
+class FullTrainee(Trainee):
+    """Ours as PRECISION.MODE bf16 trains it: weights and activations in 16 bit, the optimizer steps fp32 copies."""
+
+    def __init__(self, model, mode, compiled, device, batch):
+        import torch
+
+        from pycls.core.precision import Precision
+
+        if mode != "bf16":
+            raise RuntimeError(f"its mode is not {mode}")
+        self.precision = Precision("bf16", torch.device(device))
+        super().__init__(self.precision.cast(model), "full bf16", compiled, device, batch)
+        self.precision.attach(self.optimizer)
+
+    def _train(self) -> None:
+        self.precision.zero_grad(self.optimizer)
+        self.precision.backward(self._loss())
+        self.precision.step(self.optimizer, clip=None)
 
 
 def _trim_heap() -> None:
@@ -178,7 +207,8 @@ def _trim_heap() -> None:
 def take_turns(connection, build, arguments, settings) -> None:
     """A library's process: says what it trains or why it can't, then answers numbers of steps with their seconds."""
     try:
-        trainee = Trainee(build(*arguments), **settings)
+        kind = FullTrainee if build is ours_in_full_bf16 else Trainee
+        trainee = kind(build(*arguments), **settings)
         trainee.step()
         trainee.release()
     except (ImportError, RuntimeError, TypeError) as error:

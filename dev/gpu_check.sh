@@ -73,7 +73,7 @@ else
     # shellcheck disable=SC2086
     ladder H16 120 $h16 --steps baseline everything --passes 4 $few
     peers 150 --shapes B16 L16 --compiled --together --batch 96 --rounds 3 --steps 5 \
-        --only ours timm torchvision transformers
+        --only ours "ours, full bf16" timm torchvision transformers
     step "CUDA tests" 90 "$python" -m pytest -q -m cuda tests/core/test_cuda.py
     # shellcheck disable=SC2086
     kinds=json ladder sharding 75 --cfg configs/vit/ViT-L16_baseline_224.yaml --steps baseline mta fairscale --group \

@@ -42,7 +42,7 @@ def gradients(mode, *words):
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "block", "selective"])
-@pytest.mark.parametrize("mode", ["fp32", "amp_bf16", "bf16"])
+@pytest.mark.parametrize("mode", ["fp32", "amp_bf16", "bf16", "amp_fp16", "fp16"])
 def test_compiled_blocks_compute_what_they_did(compiler, mode, checkpoint):
     plain = gradients(mode, "ACT_CHECKPOINT", checkpoint)
     assert not compiler["stats"]
