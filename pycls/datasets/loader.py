@@ -7,6 +7,8 @@ same samples, augmented alike.
 
 import multiprocessing
 import os
+import pickle
+import random
 import re
 import signal
 import threading
@@ -21,6 +23,7 @@ from pycls.core import distributed as dist
 from pycls.core.config import cfg
 from pycls.core.errors import UserError, look_up
 from pycls.core.logging import get_logger
+from pycls.datasets.base import ImageDataset
 from pycls.datasets.cifar10 import Cifar10
 from pycls.datasets.digits import Digits
 from pycls.datasets.imagefolder import ImageFolder
@@ -41,7 +44,11 @@ _DATA_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
 
 
 def register_dataset(name: str, ctor: Callable[[str, str], Dataset]) -> None:
-    """Makes `ctor(data_path, split)` available as TRAIN.DATASET and TEST.DATASET `name`."""
+    """Makes `ctor(data_path, split)` available as TRAIN.DATASET and TEST.DATASET `name`.
+
+    It gives a map-style data set of (normalised float32 image (channels, height, width), label). One that is an
+    `ImageDataset` draws its randomness from seeds; for any other the global generators are seeded before each sample.
+    """
     _DATASETS[name] = ctor
 
 
@@ -113,20 +120,62 @@ class TestSampler:
             yield [int(i) for i in own] + [-1 - int(rows[0])] * (share - len(own))
 
 
-class _Padded(Dataset):
-    """Gives padding (a negative index) the label -1, which no statistic counts."""
+class _Wrapper(Dataset):
+    """A data set that does something around another one."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
         self.class_names = getattr(dataset, "class_names", None)
+
+    def __getitem__(self, key):
+        return self.dataset[key]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class _Padded(_Wrapper):
+    """Gives padding (a negative index) the label -1, which no statistic counts."""
 
     def __getitem__(self, index: int):
         if index >= 0:
             return self.dataset[index]
         return (*self.dataset[-1 - index][:-1], -1)
 
-    def __len__(self) -> int:
-        return len(self.dataset)
+
+class _Seeded(_Wrapper):
+    """Gives a data set that knows only indices its randomness by each sample's seed; the global generators, of which it
+    draws, are where they were afterwards."""
+
+    def __getitem__(self, key):
+        index, seed = key if isinstance(key, tuple) else (key, (key,))
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        number = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        random.seed(number)
+        np.random.seed(number)
+        torch.default_generator.manual_seed(number)
+        try:
+            return self.dataset[index]
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+
+
+def _seeded(dataset: Dataset) -> Dataset:
+    return dataset if isinstance(dataset, ImageDataset) else _Seeded(dataset)
+
+
+class _Shipped(_Wrapper):
+    """A data set on its way to workers that start from nothing: config and plug-ins are there before it arrives."""
+
+    def __reduce__(self):
+        return _arrived, (cfg.dump(), list(dist.PLUGINS), pickle.dumps(self.dataset))
+
+
+def _arrived(config: str, plugins: List[str], dataset: bytes) -> Dataset:
+    dist.take_over(config, plugins, "config of the parent process")
+    return pickle.loads(dataset)
 
 
 # ------------------------------------------------------------------------- loaders
@@ -218,12 +267,13 @@ def _construct_loader(dataset: Dataset, sampler) -> DataLoader:
         raise UserError("DATA_LOADER.MODE: ffcv is not available; set DATA_LOADER.MODE pytorch")
     workers = {}
     if d.NUM_WORKERS:
+        # In a rank, which was spawned, Python's default would be spawn; the platform's own is faster.
+        method = d.START_METHOD or multiprocessing.get_all_start_methods()[0]
+        dataset = dataset if method == "fork" else _Shipped(dataset)
         workers = {
             "prefetch_factor": d.PREFETCH,
             "persistent_workers": True,
-            # The platform's own: in a rank, which was spawned, Python's default would be spawn, and there a data set
-            # from a plug-in file has no module that its workers could import.
-            "multiprocessing_context": d.START_METHOD or multiprocessing.get_all_start_methods()[0],
+            "multiprocessing_context": method,
             "worker_init_fn": partial(_start_worker, threads=d.WORKER_THREADS),
         }
     return _Loader(
@@ -251,7 +301,8 @@ def construct_train_loader() -> DataLoader:
             f"split {cfg.TRAIN.SPLIT!r}"
         )
     rank, world = dist.get_rank(), dist.get_world_size()
-    return _construct_loader(dataset, TrainSampler(len(dataset), cfg.TRAIN.BATCH_SIZE, rank, world, cfg.RNG_SEED))
+    sampler = TrainSampler(len(dataset), cfg.TRAIN.BATCH_SIZE, rank, world, cfg.RNG_SEED)
+    return _construct_loader(_seeded(dataset), sampler)
 
 
 def construct_test_loader() -> DataLoader:
@@ -261,7 +312,7 @@ def construct_test_loader() -> DataLoader:
     # Also when the training split is tested: as a test, without augmentation.
     dataset.train = False
     sampler = TestSampler(len(dataset), cfg.TEST.BATCH_SIZE, dist.get_rank(), dist.get_world_size())
-    return _construct_loader(_Padded(dataset), sampler)
+    return _construct_loader(_Padded(_seeded(dataset)), sampler)
 
 
 def shuffle(loader: DataLoader, cur_epoch: int, start_iter: int = 0) -> None:

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -11,10 +13,13 @@ import pytest
 import torch
 
 from pycls.core.errors import UserError
+from pycls.core.logging import load_log_data
 from pycls.datasets import loader as data_loader
 from pycls.datasets.base import ImageDataset
 from pycls.datasets.digits import read_scans
 from pycls.datasets.loader import TestSampler, TrainSampler
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def epoch_of(samples, batch, world, epoch=0, start=0):
@@ -236,3 +241,62 @@ def test_the_scans_are_those_of_scikit_learn(fresh_cfg):
     images, labels = read_scans()
     digits = load_digits()
     assert np.array_equal(images, (digits.images / 16).astype(np.float32)) and np.array_equal(labels, digits.target)
+
+
+PLUG_IN = """
+import random
+
+import numpy as np
+import torch
+
+from pycls.core.config import CfgNode, cfg
+from pycls.datasets.loader import register_dataset
+
+cfg.MINE = CfgNode({"SHIFT": 0.0})
+
+
+class Mine(torch.utils.data.Dataset):
+    def __init__(self, path, split):
+        self.split = split
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        assert cfg.MINE.SHIFT == 2.0 and isinstance(index, int)
+        noise = random.random() + np.random.rand() + torch.rand(3, 16, 16)
+        return noise + cfg.MINE.SHIFT + index % 10, index % 10
+
+
+register_dataset("mine", Mine)
+"""
+
+
+def test_a_plain_data_set_of_a_plug_in_brings_the_same_samples_in_any_worker(tmp_path):
+    (tmp_path / "mine.py").write_text(PLUG_IN)
+
+    def losses(method, workers):
+        out_dir = tmp_path / f"{method}{workers}"
+        command = [sys.executable, os.path.join(ROOT, "tools", "run_net.py"), "--mode", "train", "--plugin", "mine.py"]
+        command += ["--cfg", os.path.join(ROOT, "configs", "quickstart", "vit_digits.yaml"), "OUT_DIR", str(out_dir)]
+        command += ["TRAIN.DATASET", "mine", "TEST.DATASET", "mine", "MINE.SHIFT", "2.0", "DATA_LOADER.DATA_DIR", "."]
+        command += [
+            "TRAIN.BATCH_SIZE",
+            "16",
+            "TEST.BATCH_SIZE",
+            "16",
+            "OPTIM.MAX_EPOCH",
+            "2",
+            "OPTIM.WARMUP_EPOCHS",
+            "1",
+        ]
+        command += f"LOG.PLOT False DATA_LOADER.START_METHOD {method} DATA_LOADER.NUM_WORKERS {workers}".split()
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=variables, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return load_log_data(str(out_dir / "stdout.log"))["train_epoch"]["loss"]
+
+    alone = losses("fork", 0)
+    assert len(alone) == 2
+    for method in ("fork", "spawn", "forkserver"):
+        assert losses(method, 2) == alone, method
