@@ -100,7 +100,7 @@ def _costly_operations():
 
 
 def _compile(model: nn.Module) -> None:
-    """Compiles each repeated block in place (equal blocks share one compilation), or the whole model without them.
+    """Compiles each repeated block in place where all are alike, so that they share one compilation, else the model.
 
     Raises:
         UserError: the mode and accumulated passes don't go together.
@@ -115,8 +115,18 @@ def _compile(model: nn.Module) -> None:
             )
         # Else each block's graph would count as a new step, and free what the block before it put out.
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
-    for module in repeated_blocks(model) or [model]:
-        module.compile(mode=cfg.COMPILE.MODE)
+    blocks = repeated_blocks(model)
+    if len({(type(b), *(p.shape for p in b.parameters())) for b in blocks}) != 1:
+        blocks = [model]
+        model.forward = types.MethodType(_own_forward, model)
+    for module in blocks:
+        # A last batch that is smaller gets code of its own: sizes as variables are slower, and not all code has them.
+        module.compile(mode=cfg.COMPILE.MODE, dynamic=False)
+
+
+def _own_forward(model: nn.Module, *inputs):
+    """Where compilation of a whole model begins: they pass over torch's own forward methods, and begin below them."""
+    return type(model).forward(model, *inputs)
 
 
 # --------------------------------------------------------------------- the choice

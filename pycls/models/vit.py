@@ -146,7 +146,7 @@ class EncoderBlock(nn.Sequential):
 
     def _branch(self, x, scale):
         x = x if scale is None else x * scale
-        return x if self.drop_rate is None or not self.training else drop_path(x, self.drop_rate, self.batch_dim)
+        return x if not self.training or self.drop_rate is None else drop_path(x, self.drop_rate, self.batch_dim)
 
 
 class Attention(Spec):

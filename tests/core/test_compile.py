@@ -19,11 +19,16 @@ VIT = ["MODEL.TYPE", "vit", "VIT.PATCH_SIZE", 8, "VIT.HIDDEN_DIM", 16, "VIT.MLP_
        "VIT.NUM_LAYERS", LAYERS, "TRAIN.IM_SIZE", 16, "MODEL.NUM_CLASSES", 3]  # fmt: skip
 
 
+CONV_NET = ["MODEL.TYPE", "regnet", "REGNET.DEPTH", 6, "REGNET.W0", 8, "REGNET.WA", 8.0, "REGNET.WM", 2.0,
+            "REGNET.GROUP_W", 4, "REGNET.STEM_W", 8, "REGNET.SE_ON", True, "TRAIN.IM_SIZE", 16, "MODEL.NUM_CLASSES", 3,
+            "MODEL.ACTIVATION_INPLACE", False]  # fmt: skip
+
+
 @pytest.fixture
 def compiler(fresh_cfg, monkeypatch):
     """Compiles without generating code, and counts from 0."""
     usual = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda module, mode: usual(module, backend="aot_eager"))
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: usual(module, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
     yield counters
@@ -53,6 +58,26 @@ def test_compiled_blocks_compute_what_they_did(compiler, mode, checkpoint):
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "block", "selective"])
+def test_a_net_of_unlike_blocks_is_compiled_as_a_whole(compiler, checkpoint):
+    def state_after_steps(*words):
+        cfg.merge_from_list([*CONV_NET, "ACT_CHECKPOINT", checkpoint, *words])
+        torch.manual_seed(0)
+        model = parallel.prepare(builders.build_model(), None, Precision("fp32", torch.device("cpu"))).model.train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, 16, 16)).square().sum().backward()
+            optimizer.step()
+        return model.state_dict()
+
+    plain = state_after_steps()
+    compiled = state_after_steps("COMPILE.ENABLED", True)
+    assert compiler["stats"]["unique_graphs"] == 1 and not compiler["graph_break"]
+    for name, value in plain.items():
+        assert torch.allclose(compiled[name], value, atol=1e-4), name
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "block", "selective"])
 def test_other_drop_rates_are_no_reason_to_compile_again(compiler, checkpoint):
     gradients("fp32", "VIT.DROP_PATH", 0.3, "ACT_CHECKPOINT", checkpoint, "COMPILE.ENABLED", True)
     # The first block drops nothing.
@@ -67,7 +92,7 @@ def test_each_batch_of_a_sweep_is_compiled_as_a_run_with_it_would_be(fresh_cfg, 
         return graph.forward
 
     usual = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda module, mode: usual(module, backend=backend))
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: usual(module, backend=backend))
     monkeypatch.setattr(benchmark, "_would_overflow", lambda rows: len(rows) == 3)
     counters.clear()
     cfg.merge_from_list([*VIT, "COMPILE.ENABLED", True, "PREC_TIME.NUM_ITER", 1, "PREC_TIME.WARMUP_ITER", 0])
