@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import warnings
 from datetime import timedelta
 from multiprocessing import connection
@@ -17,6 +18,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tupl
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tqdm import tqdm
 
 from pycls.core import rendezvous, watch
 from pycls.core.config import cfg
@@ -336,6 +338,8 @@ def _child(rank, world_size, port, state, fun, fun_args, fun_kwargs) -> None:
         sys.exit(1)
     # Ctrl-C reaches every process of the terminal; the parent passes it on, once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Compilers show bars too. The usual lock is one between processes, and would outlive this one.
+    tqdm.set_lock(threading.RLock())
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
 
     watch.meet("127.0.0.1", port, _PREFIX)
