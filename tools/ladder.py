@@ -7,7 +7,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from pycls.core import ladder
+from pycls.core import config, ladder
 from pycls.core.cli import Parser, guarded
 from pycls.core.errors import FaultError, UserError, nearest
 
@@ -39,32 +39,49 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides for every row")
     args = parser.parse_args()
-    if not os.path.isfile(args.cfg):
-        raise UserError(f"--cfg {args.cfg}: there is no such file")
-    for name, value in (("--rounds", args.rounds), ("--batch", args.batch), ("--processes", args.processes),
-                        ("--passes", args.passes)):  # fmt: skip
-        if value < 1:
-            raise UserError(f"{name}: {value} is too small, at least 1")
     names = [row.name for row in ladder.rows("cpu", 1)]
-    for step in args.steps or ():
-        if step not in names:
-            raise UserError(f"--steps: unknown row {step!r}{nearest(step, names)}; known: {', '.join(names)}")
-    device = args.device
-    if device is None:
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.group and args.processes > 1:
-        raise UserError(f"--group: {args.processes} processes are a group anyway; leave it out")
+    # --steps takes all words up to the next flag, those of the config too.
+    keys = [i for i, step in enumerate(args.steps or ()) if "." in step]
+    if keys:
+        args.steps, args.opts = args.steps[: keys[0]], args.steps[keys[0] :] + args.opts
+    check(args, names)
     total = str(args.batch * args.processes)
     extra = [*args.opts, "TRAIN.BATCH_SIZE", total, "TEST.BATCH_SIZE", total, "VERBOSE", "False"]
-    table = ladder.rows(device, args.larger_batch * args.processes, args.passes)
-    os.makedirs(args.out, exist_ok=True)
-    entries = ladder.run(args.cfg, args.out, table, args.steps, args.rounds, device, args.processes, extra, args.group)
+    table = ladder.rows(args.device, args.larger_batch * args.processes, args.passes)
+    entries = ladder.run(
+        args.cfg, args.out, table, args.steps, args.rounds, args.device, args.processes, extra, args.group
+    )
     print(ladder.markdown(entries, f"Ladder, in full in {args.out}"))
     failed = [entry["name"] for entry in entries if entry.get("failed")]
     if failed:
         raise FaultError(f"not measured, see above why: {', '.join(failed)}; the same command tries them again")
+
+
+def check(args, names) -> None:
+    """Completes the arguments; raises UserError for what can't be measured, and makes the folder for the rest."""
+    import torch
+
+    for name in ("rounds", "batch", "larger_batch", "processes", "passes"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')}: {getattr(args, name)} is too small, at least 1")
+    for step in args.steps or ():
+        if step not in names:
+            raise UserError(f"--steps: unknown row {step!r}{nearest(step, names)}; known: {', '.join(names)}")
+    if args.group and args.processes > 1:
+        raise UserError(f"--group: {args.processes} processes are a group anyway; leave it out")
+    gpu = torch.cuda.is_available()
+    args.device = args.device or ("cuda" if gpu else "cpu")
+    if args.device == "cuda" and not gpu:
+        raise UserError("--device: cuda, but PyTorch finds no GPU here; use --device cpu")
+    with config.temporary_cfg() as cfg:
+        config.load_cfg(args.cfg)
+        cfg.merge_from_list(args.opts)
+        if cfg.MODEL.TYPE != "vit":
+            raise UserError(f"--cfg {args.cfg}: MODEL.TYPE is {cfg.MODEL.TYPE!r}, but the ladder is one of ViTs")
+    try:
+        os.makedirs(args.out, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {args.out}: can't be a folder: {error.strerror}") from None
 
 
 if __name__ == "__main__":

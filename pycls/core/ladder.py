@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence
 
-from pycls.core.errors import OUT_OF_MEMORY
+from pycls.core.errors import OUT_OF_MEMORY, UserError
 from pycls.core.io import atomic_write
 
 IMAGENET_TRAIN_IMAGES = 1_281_167
@@ -218,10 +218,11 @@ def run(
     OUT_DIR gets ladder.json, .md and .png and epoch_time.png, anew after each row: a ladder that is stopped shows what
     it has.
     """
+    common = [*extra, "NUM_GPUS", str(processes), "DEVICE", device]
+    _own_folder(out_dir, cfg_file, table, common, grouped)
     wanted = [row.name for row in table if not names or row.name in names]
     skipped = {n: why for n in wanted if (why := reason_against(words_of(n, table), device))}
     results: Dict[str, List[Dict]] = {name: [] for name in wanted}
-    common = [*extra, "NUM_GPUS", str(processes), "DEVICE", device]
     title = f"Ladder of {os.path.splitext(os.path.basename(cfg_file))[0]}"
 
     def written() -> List[Dict]:
@@ -239,6 +240,27 @@ def run(
             print(f"round {number} of {rounds}: {name}: {speed}", flush=True)
             entries = written()
     return entries
+
+
+def _own_folder(out_dir: str, cfg_file: str, table: Sequence[Row], common: Sequence[str], grouped: bool) -> None:
+    """Notes in OUT_DIR what is measured there.
+
+    Raises:
+        UserError: something else is; its results would be taken for those of this ladder.
+    """
+    with open(cfg_file, encoding="utf-8") as f:
+        facts = {"config": f.read(), "words": list(common), "rows": {r.name: r.words for r in table}, "group": grouped}
+    path = os.path.join(out_dir, "ladder_settings.json")
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            before = json.load(f)
+        other = [name for name, value in facts.items() if before.get(name) != value]
+        if other:
+            raise UserError(
+                f"--out {out_dir}: holds a ladder with other settings ({', '.join(other)}); give another --out"
+            )
+    with atomic_write(path) as f:
+        f.write(json.dumps(facts, indent=1).encode())
 
 
 def _write(entries: List[Dict], title: str, out_dir: str, processes: int) -> None:

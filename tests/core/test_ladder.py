@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 
 from pycls.core import cli, hardware, ladder
+from pycls.core.errors import UserError
 
 TABLE = ladder.rows("cuda", 560)
 
@@ -15,6 +16,19 @@ def result(speed, size=224, processes=1):
     return {"train_images_per_second": speed, "processes": processes, "image_size": size, "train_batch_per_process": 8,
             "precision": "fp32", "peak_memory_mb": 100.0, "mfu_of_measured_peak": 0.5, "device": "a device",
             "commit": "c", "attention_kernels": ["flash"], "torch": "2.x"}  # fmt: skip
+
+
+@pytest.fixture
+def tiny_vit(tmp_path):
+    path = tmp_path / "vit.yaml"
+    path.write_text("""
+MODEL: {TYPE: vit, NUM_CLASSES: 10}
+VIT: {PATCH_SIZE: 32, HIDDEN_DIM: 16, MLP_DIM: 16, NUM_HEADS: 2, NUM_LAYERS: 1}
+OPTIM: {OPTIMIZER: adamw}
+TRAIN: {DATASET: imagenet, IM_SIZE: 224}
+PREC_TIME: {NUM_ITER: 1, WARMUP_ITER: 0}
+""")
+    return path
 
 
 def test_each_row_changes_only_what_it_says():
@@ -69,7 +83,7 @@ def test_another_error_is_not_tried_again(monkeypatch, tmp_path):
     assert len(tried) == 1
 
 
-def test_a_ladder_that_is_stopped_shows_what_it_has(monkeypatch, tmp_path):
+def test_a_ladder_that_is_stopped_shows_what_it_has(monkeypatch, tiny_vit, tmp_path):
     def measure(cfg_file, words, *rest):
         if words["OPTIM.MTA"]:
             raise KeyboardInterrupt
@@ -77,23 +91,10 @@ def test_a_ladder_that_is_stopped_shows_what_it_has(monkeypatch, tmp_path):
 
     monkeypatch.setattr(ladder, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
-        ladder.run("vit.yaml", str(tmp_path), TABLE, ["baseline", "mta"], 1, "cuda", 1, [])
+        ladder.run(str(tiny_vit), str(tmp_path), TABLE, ["baseline", "mta"], 1, "cuda", 1, [])
     entries = {e["name"]: e for e in json.loads((tmp_path / "ladder.json").read_text())}
     assert entries["baseline"]["ratio"] == 1.0 and entries["mta"]["reason"] == "not measured"
     assert (tmp_path / "ladder.png").exists()
-
-
-@pytest.fixture
-def tiny_vit(tmp_path):
-    path = tmp_path / "vit.yaml"
-    path.write_text("""
-MODEL: {TYPE: vit, NUM_CLASSES: 10}
-VIT: {PATCH_SIZE: 32, HIDDEN_DIM: 16, MLP_DIM: 16, NUM_HEADS: 2, NUM_LAYERS: 1}
-OPTIM: {OPTIMIZER: adamw}
-TRAIN: {DATASET: imagenet, IM_SIZE: 224}
-PREC_TIME: {NUM_ITER: 1, WARMUP_ITER: 0}
-""")
-    return path
 
 
 def test_the_tool_measures_draws_and_goes_on(run_tool, tiny_vit, tmp_path):
@@ -127,6 +128,39 @@ def test_the_tool_measures_draws_and_goes_on(run_tool, tiny_vit, tmp_path):
     assert (tmp_path / "out" / "round1" / "baseline" / "timing.json").exists()
 
 
+OTHERS = {
+    "config": lambda path: path.write_text(path.read_text().replace("NUM_LAYERS: 1", "NUM_LAYERS: 2")),
+    "words": lambda path: ["VIT.NUM_HEADS", "1"],
+    "rows": lambda path: ladder.rows("cpu", 560),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_results_of_other_settings_are_not_taken_for_ones_own(monkeypatch, tiny_vit, tmp_path, name):
+    monkeypatch.setattr(ladder, "measure", lambda *args: result(10.0))
+    other = OTHERS[name]
+
+    def run(table=TABLE, words=()):
+        ladder.run(str(tiny_vit), str(tmp_path), table, ["baseline"], 1, "cuda", 1, words)
+
+    run()
+    run()
+    arguments = {name: other(tiny_vit)} if name == "words" else {"table": other(tiny_vit)} if name == "rows" else {}
+    if name == "config":
+        other(tiny_vit)
+    with pytest.raises(UserError, match=rf"holds a ladder with other settings \({name}\)"):
+        run(**arguments)
+
+
+def test_words_of_the_config_may_follow_the_rows(run_tool, tiny_vit, tmp_path):
+    words = ["--cfg", tiny_vit, "--out", tmp_path / "out", "--device", "cpu", "--rounds", 1, "--batch", 2]
+    done = run_tool("ladder.py", *words, "--steps", "baseline", "VIT.NUM_HEADS", 4)
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads((tmp_path / "out" / "ladder.json").read_text())
+    assert entry["name"] == "baseline" and entry["ratio"] == 1.0
+    assert "NUM_HEADS: 4" in json.loads((tmp_path / "out/round1/baseline/timing.json").read_text())["config"]
+
+
 def test_a_row_that_fails_is_shown_and_told(run_tool, tiny_vit, tmp_path):
     words = ["--cfg", tiny_vit, "--out", tmp_path / "out", "--device", "cpu", "--rounds", 1, "--batch", 2]
     done = run_tool("ladder.py", *words, "--steps", "baseline", "--batch", 2, "VIT.PATCH_SIZE", 31)
@@ -138,6 +172,8 @@ MISTAKES = {
     "row": (["--steps", "basline"], "did you mean baseline?"),
     "rounds": (["--rounds", "0"], "--rounds"),
     "config": (["--cfg", "none.yaml"], "none.yaml"),
+    "another model": (["MODEL.TYPE", "regnet"], "MODEL.TYPE is 'regnet'"),
+    "a file for a folder": (["--out", __file__], "test_ladder.py: can't be a folder"),
 }
 
 
