@@ -82,6 +82,8 @@ class Choice(NamedTuple):
         """How its step computes: FSDP gathers weights in 16 bit, whether autocast is on or not."""
         norms = cfg.FSDP.LAYER_NORM_FP32 if self.sharded else cfg.PRECISION.NORM_FP32
         half_weights = self.pure or (self.half and self.sharded)
+        # Compiled norms read what is in 16 bit and keep no copy in fp32.
+        norms = norms and not (half_weights and cfg.COMPILE.ENABLED)
         return Style(self.half, self.mode.startswith("amp_"), half_weights, norms, self.checkpoint, self.attention)
 
 

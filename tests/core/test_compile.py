@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from pycls.core import benchmark, builders, parallel, trainer
+from pycls.core import benchmark, builders, memory, parallel, trainer
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
 from pycls.core.precision import Precision
@@ -115,10 +115,11 @@ def test_a_mode_with_cuda_graphs_begins_a_step_with_each_forward_pass(compiler, 
     assert len(begun) == 1
 
 
-def kept_bytes(*words):
-    """Bytes that the forward pass keeps for the backward pass, weights left out."""
-    cfg.merge_from_list([*VIT, "COMPILE.ENABLED", True, "VIT.ATTENTION", "sdpa", *words])
-    model = parallel.prepare(builders.build_model(), None, Precision("fp32", torch.device("cpu"))).model.train()
+def kept_bytes(mode, *words):
+    """Bytes that the forward pass of 4 images keeps for the backward pass, weights left out."""
+    cfg.merge_from_list([*VIT, "COMPILE.ENABLED", True, "VIT.ATTENTION", "sdpa", "PRECISION.MODE", mode, *words])
+    precision = Precision(mode, torch.device("cpu"))
+    model = parallel.prepare(builders.build_model(), None, precision).model.train()
     weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def keep(tensor):
@@ -128,15 +129,27 @@ def kept_bytes(*words):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = model(torch.randn(4, 3, 16, 16))
+        logits = precision.forward(model, torch.randn(4, 3, 16, 16))
         total = sum(kept.values())
     assert logits.requires_grad
     return total
 
 
 def test_recomputation_saves_memory_in_compiled_blocks_too(compiler):
-    none, selective, block = (kept_bytes("ACT_CHECKPOINT", kind) for kind in ("none", "selective", "block"))
+    none, selective, block = (kept_bytes("fp32", "ACT_CHECKPOINT", kind) for kind in ("none", "selective", "block"))
     assert block < 0.7 * selective and selective < 0.9 * none
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_the_planner_knows_what_compiled_blocks_keep(fresh_cfg, monkeypatch, mode):
+    usual = nn.Module.compile
+    # Divides the graph as the true compiler does.
+    backend = "aot_eager_decomp_partition"
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: usual(module, backend=backend))
+    kept = kept_bytes(mode, "VIT.HIDDEN_DIM", 64, "VIT.MLP_DIM", 256, "VIT.PATCH_SIZE", 4)
+    torch._dynamo.reset()
+    planned = memory.Model().trace_of(memory.choice_of_config(1, 4, cuda=False))
+    assert planned.saved - planned.cast == pytest.approx(kept, rel=0.1)
 
 
 @pytest.mark.skipif(not can_shard("cpu"), reason="sharding on the CPU needs PyTorch 2.7")
