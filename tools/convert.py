@@ -35,7 +35,7 @@ def family_of(path: str, content, asked):
 
 def weights_of(content):
     """The tensors of a checkpoint (the better of model and EMA) or a bare state dict."""
-    from pycls.core.checkpoint import better_state
+    from pycls.core.fitting import better_state
 
     return better_state(content)
 
