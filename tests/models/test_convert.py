@@ -187,6 +187,42 @@ def test_onnx_computes_the_same_for_any_batch(run_tool, checkpoint, tmp_path, pi
     assert '"order": "bgr"' in facts and '"side": 32' in facts and "class_names" in facts
 
 
+PLUGIN = """
+import torch
+from pycls.core.builders import register_model
+from pycls.core.config import cfg
+
+class Mean(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(3, cfg.MODEL.NUM_CLASSES)
+
+    def forward(self, x):
+        return self.fc(x.mean((2, 3)))
+
+register_model("mean_colour", Mean)
+"""
+
+
+def test_a_plug_ins_model_goes_to_onnx(run_tool, tmp_path):
+    pytest.importorskip("onnx")
+    (tmp_path / "mean.py").write_text(PLUGIN)
+    weights = {"fc.weight": torch.zeros(10, 3), "fc.bias": torch.zeros(10)}
+    torch.save({"model_state": weights, "cfg": "MODEL: {TYPE: mean_colour}"}, tmp_path / "m.pyth")
+    done = run_tool("convert.py", tmp_path / "m.pyth", tmp_path / "m.onnx", "--plugin", tmp_path / "mean.py")
+    assert done.returncode == 0 and (tmp_path / "m.onnx").exists(), done.stderr
+
+
+@pytest.mark.parametrize("spelling", ["model.pyth", "./model.pyth", "link.pyth"])
+def test_a_checkpoint_is_never_written_over_by_its_weights(run_tool, checkpoint, tmp_path, spelling):
+    path, _ = checkpoint
+    (tmp_path / "link.pyth").symlink_to(path)
+    before = path.read_bytes()
+    done = run_tool("convert.py", path, f"{tmp_path}/{spelling}")
+    assert done.returncode == 2 and "is the very file" in done.stderr and done.stderr.count("\n") == 1
+    assert path.read_bytes() == before and (tmp_path / "link.pyth").is_symlink()
+
+
 MISTAKES = {
     "missing": (["{tmp}/none.pyth", "{tmp}/x.pyth", "--to", "timm"], "no such checkpoint"),
     "nothing to do": (["{path}", "{tmp}/x.pyth", "--from", "timm", "--to", "timm"], "--from and --to"),
