@@ -12,6 +12,7 @@ from torch import nn
 from pycls.core.config import cfg, flatten
 from pycls.core.errors import UserError
 from pycls.core.logging import get_logger
+from pycls.core.options import OPTIONS
 
 logger = get_logger(__name__)
 
@@ -40,6 +41,12 @@ def errors_of(checkpoint: Dict) -> Tuple[float, float]:
     return checkpoint.get("test_err", 100), checkpoint.get("ema_err", 100)
 
 
+def better_name(checkpoint: Dict) -> str:
+    """Which weights of a full checkpoint have the lower test error: model_state, also on a tie, or ema_state."""
+    test_err, ema_err = errors_of(checkpoint)
+    return "ema_state" if ema_err < test_err and "ema_state" in checkpoint else "model_state"
+
+
 def better_state(checkpoint: Dict, path: str = "checkpoint", known: Iterable[str] = ()) -> Dict[str, torch.Tensor]:
     """The weights in a file's content: of a full checkpoint those with the lower error (the model's on a tie).
 
@@ -49,9 +56,7 @@ def better_state(checkpoint: Dict, path: str = "checkpoint", known: Iterable[str
         UserError: no weights, or one shard of a sharded model.
     """
     if "model_state" in checkpoint:
-        test_err, ema_err = errors_of(checkpoint)
-        use_ema = ema_err < test_err and "ema_state" in checkpoint
-        return strip_wrappers(checkpoint["ema_state" if use_ema else "model_state"], known)
+        return strip_wrappers(checkpoint[better_name(checkpoint)], known)
     for key in ("state_dict", "model", "model_state_dict"):
         if isinstance(checkpoint.get(key), dict):
             checkpoint = checkpoint[key]
@@ -94,6 +99,21 @@ def tested_state(checkpoint: Dict, model: nn.Module, path: str, own: Optional[Te
     """
     own = own or model.state_dict()
     return _fitting(better_state(checkpoint, path, own), model, own, path, checkpoint)
+
+
+def log_tested(checkpoint: Dict, tensors: int, path: str) -> None:
+    """Says which weights of a file `tested_state` took, and on which keys their result depends beside them."""
+    which = "bare weights"
+    if "model_state" in checkpoint:
+        whose = {"model_state": "the model's", "ema_state": "the EMA's"}[better_name(checkpoint)]
+        which = f"{whose} (test error in the file: model {checkpoint.get('test_err')}, EMA {checkpoint.get('ema_err')})"
+    logger.info("Weights from %s: %s; all %d tensors match", path, which, tensors)
+    rows = differing_keys(checkpoint)
+    if changed := [row for row in rows if _changes_results(row)]:
+        logger.warning("%s was trained with other values of %s: its test error will not be what it was",
+                       path, "; ".join(changed))  # fmt: skip
+    if sizes := [row for row in rows if row.startswith(("TRAIN.IM_SIZE", "TEST.IM_SIZE"))]:
+        logger.info("Tested on another image size than the checkpoint's: %s", "; ".join(sizes))
 
 
 def fitting_state(checkpoint: Dict, name: str, model: nn.Module, path: str, own: Optional[Tensors] = None) -> Tensors:
@@ -178,6 +198,11 @@ def _config_of(checkpoint: Dict) -> Dict[str, Any]:
 
 
 _SECTIONS = {"vit": "VIT.", "anynet": "ANYNET.", "regnet": "REGNET.", "resnet": "RESNET.", "effnet": "EN."}
+# Keys of models that say how they are trained or computed, not what they compute with weights that are given.
+_TRAINING_ONLY = (
+    "MODEL.LOSS_FUN", "MODEL.ACTIVATION_INPLACE", "MODEL.SCALING_", "VIT.LAYOUT", "VIT.ATTENTION", "VIT.DROP_PATH",
+    "VIT.LAYER_SCALE", "EN.DC_RATIO", "EN.DROPOUT_RATIO",
+)  # fmt: skip
 
 
 def differing_keys(checkpoint: Dict) -> List[str]:
@@ -187,12 +212,22 @@ def differing_keys(checkpoint: Dict) -> List[str]:
 
 
 def _differing_model_keys(checkpoint: Dict) -> List[str]:
-    prefixes = (
-        "MODEL.TYPE",
-        "MODEL.DEPTH",
-        "MODEL.NUM_CLASSES",
-        "TRAIN.IM_SIZE",
-        _SECTIONS.get(cfg.MODEL.TYPE, "MODEL."),
-    )
+    """Of `differing_keys` those that may change the shape of a model's tensors."""
+    prefixes = ("MODEL.TYPE", "MODEL.DEPTH", "MODEL.NUM_CLASSES", "TRAIN.IM_SIZE", *_sections())
     skip = ("VIT.LAYOUT", "VIT.ATTENTION", "VIT.DROP_PATH")
     return [row for row in differing_keys(checkpoint) if row.startswith(prefixes) and not row.startswith(skip)]
+
+
+def _changes_results(row: str) -> bool:
+    """Whether a row of `differing_keys` makes weights that fit compute something else in a test."""
+    if row.startswith(_TRAINING_ONLY):
+        return False
+    return row.startswith(("MODEL.", "LN.EPS", "BN.EPS", "DATA_LOADER.CHANNEL_ORDER", *_sections()))
+
+
+def _sections() -> Tuple[str, ...]:
+    """The config sections of the model's family; a plug-in's model may read any, and those that it added."""
+    if cfg.MODEL.TYPE in _SECTIONS:
+        return (_SECTIONS[cfg.MODEL.TYPE],)
+    ours = {option.key.split(".")[0] for option in OPTIONS}
+    return (*_SECTIONS.values(), *(f"{name}." for name in cfg if name not in ours))

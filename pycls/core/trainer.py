@@ -15,7 +15,7 @@ from pycls.core import distributed as dist
 from pycls.core import optimizer as optim
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
-from pycls.core.fitting import tested_state
+from pycls.core.fitting import log_tested, tested_state
 from pycls.core.interrupt import Interrupted, StopRequest
 from pycls.core.io import atomic_write
 from pycls.core.placement import Single
@@ -230,8 +230,10 @@ def test_model() -> None:
     setup_env("test")
     precision = Precision()
     plan = setup_model(precision)
-    path, own = cfg.TEST.WEIGHTS, plan.outline(plan.raw)
-    plan.load_model_state(plan.raw, tested_state(checkpoint.read_checkpoint(path), plan.raw, path, own))
+    content = checkpoint.read_checkpoint(cfg.TEST.WEIGHTS)
+    weights = tested_state(content, plan.raw, cfg.TEST.WEIGHTS, plan.outline(plan.raw))
+    plan.load_model_state(plan.raw, weights)
+    log_tested(content, len(weights), cfg.TEST.WEIGHTS)
     loader = data_loader.construct_test_loader()
     meter, outputs = meters.TestMeter(len(loader), plan.device), evaluation.outputs_of_config()
     stats = test_epoch(loader, plan.raw, precision, meter, 0, outputs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pycls.core import checkpoint
+from pycls.core import checkpoint, fitting
 from pycls.core.errors import UserError
 
 
@@ -230,6 +230,37 @@ def test_another_architecture_names_the_differing_keys(out_dir, fresh_cfg):
     path = checkpoint.save_checkpoint(model, None, optimizer_of(model), 0)
     fresh_cfg.MODEL.NUM_CLASSES = 5
     assert "MODEL.NUM_CLASSES (file: 3, config: 5)" in refused(path, net(classes=5))
+
+
+@pytest.mark.parametrize("key, value", [("VIT.NUM_HEADS", 8), ("LN.EPS", 1e-3), ("DATA_LOADER.CHANNEL_ORDER", "rgb")])
+def test_a_test_names_changed_keys_that_change_its_result(fresh_cfg, caplog, key, value):
+    fresh_cfg.MODEL.TYPE = "vit"
+    content = {"model_state": {}, "cfg": fresh_cfg.dump()}
+    old = dict(fresh_cfg.flat())[key]
+    fresh_cfg.merge_from_list([key, value])
+    fitting.log_tested(content, 0, "a.pyth")
+    assert f"a.pyth was trained with other values of {key} (file: {old}, config: {value})" in caplog.text
+
+
+QUIET = ["VIT.LAYOUT", "batch_first", "VIT.DROP_PATH", 0.5, "VIT.ATTENTION", "math", "TEST.BATCH_SIZE", 7, "DEVICE",
+         "cpu", "MODEL.LOSS_FUN", "focal", "REGNET.DEPTH", 3]  # fmt: skip
+
+
+def test_a_test_is_silent_about_keys_that_do_not_change_its_result(fresh_cfg, caplog):
+    fresh_cfg.MODEL.TYPE = "vit"
+    content = {"model_state": {}, "cfg": fresh_cfg.dump()}
+    fresh_cfg.merge_from_list(QUIET)
+    fitting.log_tested(content, 0, "a.pyth")
+    assert "other values" not in caplog.text
+
+
+@pytest.mark.parametrize("ema_err, whose", [(20.0, "the EMA's"), (40.0, "the model's")])
+def test_a_test_says_which_weights_it_took(fresh_cfg, caplog, ema_err, whose):
+    caplog.set_level("INFO")
+    content = {"model_state": {}, "ema_state": {}, "test_err": 30.0, "ema_err": ema_err}
+    fitting.log_tested(content, 31, "a.pyth")
+    assert f"Weights from a.pyth: {whose} (test error in the file: model 30.0, EMA {ema_err})" in caplog.text
+    assert "all 31 tensors match" in caplog.text
 
 
 def test_checkpoints_hold_plain_data_only(out_dir):

@@ -83,6 +83,7 @@ def test_test_mode_repeats_the_error_of_training(train, run_tool, tiny_run, tmp_
                         "TEST.WEIGHTS", out_dir / "model.pyth", "NUM_GPUS", processes,
                         "FSDP.ENABLED", sharded)  # fmt: skip
         assert done.returncode == 0, done.stderr
+        assert "Weights from" in done.stdout and "other values of" not in done.stdout
         found.append(re.search(r"top-1 error ([\d.]+)%.*top-5 error ([\d.]+)%.* on (\d+) images", done.stdout).groups())
     assert len(set(found)) == 1
     best = min(records(out_dir, "test_epoch")["top1_err"][0], records(out_dir, "test_ema_epoch")["top1_err"][0])
