@@ -3,7 +3,8 @@
 Nothing is read or written here: see `checkpoint`.
 """
 
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from itertools import zip_longest
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 import yaml
@@ -188,7 +189,28 @@ def starting_state(checkpoint: Dict, model: nn.Module, path: str, own: Optional[
     return matched
 
 
-# ------------------------------------------------------- comparing with the config
+# ------------------------------------------ comparing with the data and the config
+
+
+def check_class_names(checkpoint: Dict, names: Optional[Sequence[str]], dataset: str, path: str, remedy: str) -> None:
+    """Refuses data whose classes are not, number by number, those that a file's weights were trained on.
+
+    Args:
+        names: the classes of the data. Where these or the file's are unknown (PyCls stored none), all is accepted.
+        dataset: where the data are. remedy: what the user may do.
+    """
+    theirs, ours = (list(known) if known is not None else [] for known in (checkpoint.get("class_names"), names))
+    if not theirs or not ours or theirs == ours:
+        return
+    at, (old, new) = next((i, pair) for i, pair in enumerate(zip_longest(theirs, ours)) if pair[0] != pair[1])
+    raise UserError(
+        f"{path}: was trained on {len(theirs)} classes, which are not the {len(ours)} of {dataset}: the first that "
+        f"differs is number {at}, {_named(old)} in the file and {_named(new)} in the data. {remedy}"
+    )
+
+
+def _named(name: Optional[str]) -> str:
+    return "none" if name is None else repr(name)
 
 
 def _config_of(checkpoint: Dict) -> Dict[str, Any]:

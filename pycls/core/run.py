@@ -57,6 +57,10 @@ class Run:
     def resume(self, path: str) -> None:
         """Restores everything from a checkpoint of this run."""
         state, whole = self._read(path)
+        fitting.check_class_names(
+            state, self.class_names, cfg.DATA_LOADER.DATA_DIR or cfg.TRAIN.DATASET, path,
+            "Name the folders as they were, or start a new OUT_DIR with TRAIN.WEIGHTS to train on other classes",
+        )  # fmt: skip
         for name, model in self._models().items():
             weights = fitting.fitting_state(state, name, model, path, self.plan.outline(model))
             self.plan.load_model_state(model, weights, whole=whole)

@@ -15,7 +15,7 @@ from pycls.core import distributed as dist
 from pycls.core import optimizer as optim
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
-from pycls.core.fitting import log_tested, tested_state
+from pycls.core.fitting import check_class_names, log_tested, tested_state
 from pycls.core.interrupt import Interrupted, StopRequest
 from pycls.core.io import atomic_write
 from pycls.core.placement import Single
@@ -235,6 +235,10 @@ def test_model() -> None:
     plan.load_model_state(plan.raw, weights)
     log_tested(content, len(weights), cfg.TEST.WEIGHTS)
     loader = data_loader.construct_test_loader()
+    check_class_names(
+        content, getattr(loader.dataset, "class_names", None), cfg.DATA_LOADER.DATA_DIR or cfg.TEST.DATASET,
+        cfg.TEST.WEIGHTS, "Test on folders that are named as those it was trained on",
+    )  # fmt: skip
     meter, outputs = meters.TestMeter(len(loader), plan.device), evaluation.outputs_of_config()
     stats = test_epoch(loader, plan.raw, precision, meter, 0, outputs)
     logger.info("Test: %s", evaluation.summary(stats))

@@ -242,6 +242,22 @@ def test_a_test_names_changed_keys_that_change_its_result(fresh_cfg, caplog, key
     assert f"a.pyth was trained with other values of {key} (file: {old}, config: {value})" in caplog.text
 
 
+@pytest.mark.parametrize("stored", [{}, {"class_names": None}, {"class_names": ["a", "b"]}])
+def test_classes_that_agree_or_are_unknown_are_accepted(stored):
+    fitting.check_class_names(stored, ("a", "b"), "pictures", "a.pyth", "")
+    fitting.check_class_names(stored, None, "pictures", "a.pyth", "")
+
+
+@pytest.mark.parametrize("names, difference", [
+    (["b", "a"], "number 0, 'a' in the file and 'b' in the data"),
+    (["a"], "number 1, 'b' in the file and none in the data"),
+    (["a", "b", "c"], "number 2, none in the file and 'c' in the data"),
+])  # fmt: skip
+def test_other_classes_are_refused_with_the_first_that_differs(names, difference):
+    with pytest.raises(UserError, match=f"a.pyth: was trained on 2 classes, .* of pictures: .*{difference}. Mend it"):
+        fitting.check_class_names({"class_names": ["a", "b"]}, names, "pictures", "a.pyth", "Mend it")
+
+
 QUIET = ["VIT.LAYOUT", "batch_first", "VIT.DROP_PATH", 0.5, "VIT.ATTENTION", "math", "TEST.BATCH_SIZE", 7, "DEVICE",
          "cpu", "MODEL.LOSS_FUN", "focal", "REGNET.DEPTH", 3]  # fmt: skip
 

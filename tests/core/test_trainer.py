@@ -159,7 +159,9 @@ ImageFolder._from_folders = find_on_rank_0
 """
 
 
-def test_fine_tuning_on_other_classes_and_size(train, tmp_path):
+@pytest.fixture
+def three_folders(tmp_path):
+    """Digits 0 to 2 as pictures in class folders; the folder."""
     import cv2
     from sklearn.datasets import load_digits
 
@@ -170,9 +172,17 @@ def test_fine_tuning_on_other_classes_and_size(train, tmp_path):
                 folder = tmp_path / "three" / split / f"digit {digits.target[i]}"
                 folder.mkdir(parents=True, exist_ok=True)
                 cv2.imwrite(str(folder / f"{i}.png"), (digits.images[i] * 15.9).astype("uint8"))
+    return tmp_path / "three"
+
+
+def of_folders(folder):
+    return ["MODEL.NUM_CLASSES", 3, "TRAIN.BATCH_SIZE", 32, "TRAIN.DATASET", "imagefolder", "TEST.DATASET",
+            "imagefolder", "DATA_LOADER.DATA_DIR", folder]  # fmt: skip
+
+
+def test_fine_tuning_on_other_classes_and_size(train, three_folders, tmp_path):
     source, _ = train("run", *ONE)
-    words = ["MODEL.NUM_CLASSES", 3, "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32, "TRAIN.BATCH_SIZE", 32, "TRAIN.DATASET"]
-    words += ["imagefolder", "TEST.DATASET", "imagefolder", "DATA_LOADER.DATA_DIR", tmp_path / "three"]
+    words = [*of_folders(three_folders), "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32]
     # Two processes, of which only the first may list the folders.
     (tmp_path / "once.py").write_text(ONLY_RANK_0_LISTS)
     words += ["TRAIN.WEIGHTS", source / "model.pyth", "NUM_GPUS", 2, "DATA_LOADER.PIXELS", "uint8"]
@@ -182,6 +192,21 @@ def test_fine_tuning_on_other_classes_and_size(train, tmp_path):
     assert json.loads((out_dir / "classes.json").read_text()) == ["digit 0", "digit 1", "digit 2"]
     checkpoint = torch.load(out_dir / "model.pyth", weights_only=True)
     assert checkpoint["class_names"] == ["digit 0", "digit 1", "digit 2"]
+
+
+def test_renamed_class_folders_are_neither_tested_nor_trained_on(train, three_folders, run_tool, tiny_run):
+    out_dir, _ = train("run", *ONE, *of_folders(three_folders))
+    names = (out_dir / "classes.json").read_text()
+    for split in ("train", "val"):
+        os.rename(three_folders / split / "digit 0", three_folders / split / "nought")
+    _, resumed = train("run", "OPTIM.MAX_EPOCH", 2, *of_folders(three_folders), code=2)
+    tested = run_tool("run_net.py", "--mode", "test", "--cfg", tiny_run, "OUT_DIR", out_dir, "TEST.WEIGHTS",
+                      out_dir / "model.pyth", *of_folders(three_folders))  # fmt: skip
+    for done, file in ((resumed, "model_epoch_0001.pyth"), (tested, "model.pyth")):
+        assert f"{file}: was trained on 3 classes, which are not the 3 of {three_folders}" in done.stderr
+        assert "number 0, 'digit 0' in the file and 'digit 1' in the data" in done.stderr
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert (out_dir / "classes.json").read_text() == names
 
 
 def test_the_documented_plug_in_trains(train):
