@@ -21,6 +21,9 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_fpw_module.", "
 
 Tensors = Dict[str, torch.Tensor]
 
+# What only the state of some optimizers holds, in a group or beside a tensor.
+_MARKS = {"sgd": {"momentum", "momentum_buffer"}, "adam or adamw": {"betas", "exp_avg"}}
+
 # ------------------------------------------------------------------------- weights
 
 
@@ -140,11 +143,17 @@ def fitting_optimizer_state(checkpoint: Dict, optimizer: torch.optim.Optimizer, 
     """The optimizer state of a checkpoint, made sure to fit `optimizer`, with the hyper-parameters of the latter.
 
     Raises:
-        UserError: there is none, or its groups are of another number or size: both are named.
+        UserError: there is none, or it is another optimizer's, or its groups are of another number or size.
     """
     state = checkpoint.get("optimizer_state")
     if state is None:
         raise UserError(f"{path}: holds no optimizer state; give it as TRAIN.WEIGHTS to load the weights only")
+    ours, theirs = _kinds(optimizer.param_groups), _kinds([*state["param_groups"], *state["state"].values()])
+    if theirs and theirs != ours:
+        raise UserError(
+            f"{path}: its optimizer state is that of {theirs} and this config makes {ours}; set OPTIM.OPTIMIZER back, "
+            "or start a new OUT_DIR with TRAIN.WEIGHTS to load the weights only"
+        )
     ours = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in state["param_groups"]]
     if ours != theirs:
@@ -160,6 +169,15 @@ def fitting_optimizer_state(checkpoint: Dict, optimizer: torch.optim.Optimizer, 
     return {"state": state["state"], "param_groups": groups}
 
 
+def _kinds(parts: Iterable[Dict]) -> str:
+    """Whose optimizer's groups and per-tensor states `parts` are, by what they hold; '' if it can't be told.
+
+    States may hold what two optimizers left: each keeps what it does not know.
+    """
+    words = set().union(*parts)
+    return " and ".join(kind for kind, marks in _MARKS.items() if marks & words)
+
+
 def starting_state(checkpoint: Dict, model: nn.Module, path: str, own: Optional[Tensors] = None) -> Tensors:
     """The tensors of a full checkpoint or bare state dict that `model` can start from.
 
@@ -167,14 +185,12 @@ def starting_state(checkpoint: Dict, model: nn.Module, path: str, own: Optional[
     what was matched, skipped (with both shapes), missing and left over is logged.
 
     Raises:
-        UserError: nothing in the file matches.
+        UserError: less than half of the model, its classifier left out, is in the file.
     """
     own = own or model.state_dict()
     state = _adapted(model, better_state(checkpoint, path, own))
     matched = {name: v for name, v in state.items() if name in own and v.shape == own[name].shape}
-    if not matched:
-        names = f"the file has {_few(list(state))}; the model has {_few(list(own))}"
-        raise UserError(f"{path}: nothing in it matches this model by name and shape: {names}")
+    _check_enough(matched, own, state, path)
     skipped = [
         f"{name} {tuple(v.shape)} in the file, {tuple(own[name].shape)} in the model"
         for name, v in state.items()
@@ -187,6 +203,37 @@ def starting_state(checkpoint: Dict, model: nn.Module, path: str, own: Optional[
         if rows:
             logger.warning("Weights skipped (%s): %s", title, "; ".join(rows))
     return matched
+
+
+def _check_enough(matched: Tensors, own: Tensors, state: Tensors, path: str) -> None:
+    """Refuses weights that leave most of a model at its initial values: that would be training from scratch, unsaid."""
+    body = {name: value.numel() for name, value in own.items() if not name.startswith(_classifier(own))}
+    found = sum(size for name, size in body.items() if name in matched)
+    if matched and 2 * found >= sum(body.values()):
+        return
+    what = "nothing in it matches this model"
+    if matched:
+        what = (
+            f"only {len(matched)} of the model's {len(own)} tensors, less than half of its weights, match those in it"
+        )
+    reason = _foreign(state, path) or f"the file has {_few(list(state))}; the model has {_few(list(own))}"
+    raise UserError(f"{path}: {what} by name and shape: {reason}")
+
+
+def _classifier(own: Tensors) -> str:
+    """What the names in a model's last module begin with: where models keep their classifier."""
+    return list(own)[-1].rpartition(".")[0] + "."
+
+
+def _foreign(state: Tensors, path: str) -> str:
+    """How to convert weights that go by another library's names, '' if they go by none that is known."""
+    from pycls.models.convert import recognise  # the models are built by code that needs this module
+
+    known = recognise(state)
+    if known is None:
+        return ""
+    library, family = known
+    return f"its names are {library}'s; tools/convert.py {path} ours.pyth --from {library} --family {family} makes ours"
 
 
 # ------------------------------------------ comparing with the data and the config

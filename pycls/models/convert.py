@@ -9,7 +9,7 @@ channels are turned round unless asked not to. MAE and DINO checkpoints without 
 import json
 import os
 import re
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -230,6 +230,22 @@ def from_library(state: State, family: str, library: str, turn_channels: bool = 
     state = _rename(state, [(theirs, ours) for ours, theirs in n.pairs])
     state = _turn_embedding(state) if n.batch_first_embedding else state
     return _turn_channels(state, n.first_conv) if turn_channels else state
+
+
+def recognise(names: Iterable[str]) -> Optional[Tuple[str, str]]:
+    """The (library, family) to whose table most of `names` belong, None if there is none such."""
+    names = [re.sub(r"\.attention\.(query|key|value)\.", ".attention.qkv.", name) for name in names]
+    counts = {
+        (library, family): _count(names, [_matcher(theirs) for _, theirs in table.pairs])
+        for family, tables in _NAMINGS.items()
+        for library, table in tables.items()
+    }
+    best = max(counts, key=counts.get)
+    return best if 2 * counts[best] > len(names) else None
+
+
+def _count(names: List[str], matchers: List[re.Pattern]) -> int:
+    return sum(any(matcher.fullmatch(name) for matcher in matchers) for name in names)
 
 
 # ---------------------------------------------------------------------------- files

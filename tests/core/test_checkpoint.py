@@ -173,6 +173,17 @@ def test_weights_that_match_nothing_are_refused(fresh_cfg, tmp_path):
         checkpoint.load_weights(str(tmp_path / "w.pth"), net())
 
 
+def test_weights_for_less_than_half_of_the_model_are_refused(fresh_cfg, tmp_path):
+    torch.save({"0.bias": torch.zeros(4), "2.weight": torch.zeros(3, 4)}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match="only 2 of the model's 9 tensors, less than half of its weights"):
+        checkpoint.load_weights(str(tmp_path / "w.pth"), net())
+
+
+def test_a_classifier_that_is_most_of_the_model_may_start_anew(fresh_cfg, tmp_path):
+    torch.save(net(classes=3).state_dict(), tmp_path / "w.pth")
+    checkpoint.load_weights(str(tmp_path / "w.pth"), net(classes=3000))
+
+
 def refused(path, *args):
     with pytest.raises(UserError) as error:
         checkpoint.load_checkpoint(str(path), *args)
@@ -222,6 +233,42 @@ def test_optimizer_groups_of_another_kind_are_refused_with_both(out_dir):
     other = net()
     message = refused(path, other, net(), optimizer_of(other, groups=2))
     assert "[6] tensors" in message and "[3, 3]" in message and "TRAIN.WEIGHTS" in message
+
+
+def adamw_of(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+def adam_of(model):
+    return torch.optim.Adam(model.parameters())
+
+
+def saved_with(model, make):
+    optimizer = make(model)
+    stepped(model, optimizer)
+    return checkpoint.save_checkpoint(model, None, optimizer, 0)
+
+
+@pytest.mark.parametrize("before, after", [(optimizer_of, adamw_of), (adamw_of, optimizer_of)])
+def test_another_optimizers_state_is_refused(out_dir, before, after):
+    path, other = saved_with(net(), before), net()
+    message = refused(path, other, net(), after(other))
+    assert "sgd" in message and "adam or adamw" in message and "OPTIM.OPTIMIZER" in message
+
+
+def test_a_state_that_two_optimizers_left_is_refused(out_dir):
+    path, other = saved_with(net(), adamw_of), net()
+    content = checkpoint.read_checkpoint(path)
+    content["optimizer_state"]["param_groups"] = optimizer_of(other).state_dict()["param_groups"]
+    checkpoint.write_checkpoint(content, path)
+    assert "that of sgd and adam or adamw and" in refused(path, other, net(), optimizer_of(other))
+
+
+def test_adam_and_adamw_take_over_from_each_other(out_dir):
+    path, other = saved_with(net(), adam_of), net()
+    optimizer = adamw_of(other)
+    checkpoint.load_checkpoint(path, other, net(), optimizer)
+    assert "exp_avg" in optimizer.state_dict()["state"][0]
 
 
 def test_another_architecture_names_the_differing_keys(out_dir, fresh_cfg):

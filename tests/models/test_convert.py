@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pycls.core import builders, config
+from pycls.core.checkpoint import load_weights
 from pycls.core.errors import UserError
 from pycls.models import convert
 
@@ -41,6 +42,27 @@ def test_there_and_back_gives_identical_bytes(fresh_cfg, family, library, turn):
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], value) and back[name].dtype == value.dtype for name, value in state.items())
     assert len(set(theirs) & set(state)) < len(state)
+
+
+@pytest.mark.parametrize("library", convert.LIBRARIES)
+@pytest.mark.parametrize("family", convert.FAMILIES)
+def test_names_of_a_library_are_recognised(fresh_cfg, family, library):
+    names = convert.to_library(build(family).state_dict(), family, library)
+    there = convert.recognise(names)
+    convert.from_library(names, there[1], there[0])
+    assert (there[0], there[1][:6]) == (library, family[:6]) or family == "resnet"
+
+
+@pytest.mark.parametrize("family", convert.FAMILIES)
+def test_our_names_are_taken_for_no_librarys(fresh_cfg, family):
+    assert convert.recognise(build(family).state_dict()) is None
+
+
+def test_training_from_another_librarys_names_says_how_to_convert_them(fresh_cfg, tmp_path):
+    model, path = build("vit"), str(tmp_path / "tv.pth")
+    torch.save(convert.to_library(model.state_dict(), "vit", "torchvision"), path)
+    with pytest.raises(UserError, match=r"convert.py .*tv.pth ours.pyth --from torchvision --family vit"):
+        load_weights(path, model)
 
 
 def turned(images):
