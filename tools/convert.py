@@ -59,13 +59,13 @@ def export(args) -> str:
 
 def convert(args) -> str:
     """Writes the weights under other names, or all of a sharded checkpoint as one file."""
-    from pycls.core.checkpoint import write_checkpoint
+    from pycls.core.checkpoint import read_checkpoint, write_checkpoint
     from pycls.core.checkpoint_shards import is_shards
     from pycls.models import convert as c
 
     if args.source_library == args.target_library != "pycls":
         raise UserError(f"--from and --to are both {args.source_library}: nothing to convert")
-    content = c.read_weights(args.source)
+    content = read_checkpoint(args.source)
     if is_shards(args.source) and args.target_library == "pycls" and args.target.endswith(".pyth"):
         return write_checkpoint(content, os.path.abspath(args.target))
     state, turn = weights_of(content), not args.keep_channels

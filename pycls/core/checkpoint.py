@@ -21,7 +21,7 @@ from pycls.core.config import cfg
 from pycls.core.distributed import is_master_proc
 from pycls.core.errors import UserError
 from pycls.core.fitting import errors_of, fitting_optimizer_state, fitting_state, starting_state, tested_state
-from pycls.core.io import atomic_write, cache_url, pathmgr, remove_file
+from pycls.core.io import atomic_write, cache_url, pathmgr, remove_file, safetensors
 from pycls.core.logging import get_logger
 from pycls.core.net import unwrap_model
 
@@ -109,7 +109,7 @@ def _remove(path: str) -> None:
 
 
 def read_checkpoint(path: str) -> Dict[str, Any]:
-    """Reads a file or a folder of shards, whole, on the CPU; never runs code from it.
+    """Reads a file (.safetensors too) or a folder of shards, whole, on the CPU; never runs code from it.
 
     Raises:
         UserError: not there, damaged, sharded by another program, or holding more than plain data.
@@ -120,9 +120,21 @@ def read_checkpoint(path: str) -> Dict[str, Any]:
         return checkpoint_shards.read(path)
     if pathmgr.isdir(path):
         raise UserError(f"{path}: is a folder, not a checkpoint file")
+    state = _read_safetensors(path) if path.endswith(".safetensors") else _read_pickled(path)
+    if not isinstance(state, dict):
+        raise UserError(f"{path}: holds a {type(state).__name__}, not a checkpoint or a state dict")
+    return state
+
+
+def _read_pickled(path: str) -> Any:
+    """What torch.save wrote."""
     try:
         with pathmgr.open(path, "rb") as f:
-            state = torch.load(f, map_location="cpu", weights_only=True)
+            # An archive, or a bare pickle as torch wrote before 1.6; of a file that is empty torch tells the rest.
+            begins = f.read(2)
+            f.seek(0)
+            foreign = bool(begins) and not begins.startswith((b"PK", b"\x80"))
+            state = None if foreign else torch.load(f, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if "weights_only" in str(error) or "Unsupported" in str(error):
             raise UserError(
@@ -131,11 +143,27 @@ def read_checkpoint(path: str) -> Dict[str, Any]:
             ) from None
         raise UserError(f"{path}: is not a readable checkpoint") from None
     except _UNREADABLE as error:
-        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise UserError(f"{path}: is damaged or no checkpoint: {reason}") from None
-    if not isinstance(state, dict):
-        raise UserError(f"{path}: holds a {type(state).__name__}, not a checkpoint or a state dict")
+        raise UserError(f"{path}: is damaged or no checkpoint: {_first_line(error)}") from None
+    if foreign:
+        raise UserError(
+            f"{path}: is not a checkpoint: torch.save did not write it, and it does not end in .safetensors"
+        )
     return state
+
+
+def _read_safetensors(path: str) -> Dict[str, torch.Tensor]:
+    """The tensors of a .safetensors file."""
+    load_file = safetensors(path).load_file
+    from safetensors import SafetensorError
+
+    try:
+        return load_file(pathmgr.get_local_path(path))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: can't be read as safetensors: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
 
 
 def is_whole(path: str) -> bool:
@@ -156,12 +184,31 @@ def is_whole(path: str) -> bool:
 
 
 def find_resumable() -> Optional[str]:
-    """The newest whole checkpoint in OUT_DIR; damaged ones are passed over with a warning."""
-    for path in list_checkpoints():
+    """The newest whole checkpoint in OUT_DIR, None where there is none; damaged ones are passed over with a warning.
+
+    Raises:
+        UserError: there are some, all damaged: starting anew would write over what may still be mended.
+    """
+    paths = list_checkpoints()
+    for path in paths:
         if is_whole(path):
             return path
         logger.warning("%s is damaged or cut short, it is passed over", path)
+    if paths:
+        raise UserError(
+            f"OUT_DIR: none of the checkpoints in {get_checkpoint_dir()} (found: {len(paths)}) can be read; "
+            f"the newest: {_damage(paths[0])}; move or remove them to start anew"
+        )
     return None
+
+
+def _damage(path: str) -> str:
+    """Why a checkpoint that is not whole can't be used."""
+    try:
+        read_checkpoint(path)
+    except UserError as error:
+        return str(error)
+    return f"{path}: a checksum in it is wrong"
 
 
 def load_checkpoint(path, model, model_ema=None, optimizer=None) -> Tuple[int, float, float]:

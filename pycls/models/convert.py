@@ -14,7 +14,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 import torch
 
 from pycls.core.errors import UserError, look_up
-from pycls.core.io import atomic_write
+from pycls.core.io import atomic_write, safetensors
 
 State = Dict[str, torch.Tensor]
 Pairs = List[Tuple[str, str]]
@@ -251,31 +251,12 @@ def _count(names: List[str], matchers: List[re.Pattern]) -> int:
 # ---------------------------------------------------------------------------- files
 
 
-def read_weights(path: str) -> Dict:
-    """Reads a checkpoint, a bare state dict or a .safetensors file."""
-    if path.endswith(".safetensors"):
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: can't be read as safetensors: {error}") from None
-    from pycls.core.checkpoint import read_checkpoint
-
-    return read_checkpoint(path)
-
-
 def write_weights(state: State, path: str) -> str:
     """Writes a bare state dict as .safetensors, or for torch.load otherwise; returns the path."""
     state = {name: value.contiguous() for name, value in state.items()}
+    save = safetensors(path).save if path.endswith(".safetensors") else None
     with atomic_write(path) as f:
-        if path.endswith(".safetensors"):
-            from safetensors.torch import save
-
-            f.write(save(state))
-        else:
-            torch.save(state, f)
+        f.write(save(state)) if save else torch.save(state, f)
     return path
 
 

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,17 @@ def test_a_damaged_newest_is_passed_over(out_dir, damage, caplog):
     assert "model_epoch_0002.pyth is damaged" in caplog.text
 
 
+@pytest.mark.parametrize("damage, reason", [
+    (damage_cut, "is damaged or no checkpoint"), (damage_flip, "a checksum in it is wrong"), (damage_empty, "damaged"),
+])  # fmt: skip
+def test_where_none_is_whole_the_newest_is_named(out_dir, damage, reason):
+    model = nn.Linear(300, 300)
+    for epoch in (0, 1):
+        damage(checkpoint.save_checkpoint(model, None, torch.optim.SGD(model.parameters()), epoch))
+    with pytest.raises(UserError, match=rf"found: 2\) .*model_epoch_0002.pyth: .*{reason}.* to start anew"):
+        checkpoint.find_resumable()
+
+
 def test_a_failed_write_leaves_the_old_file(out_dir, monkeypatch):
     model = net()
     path = checkpoint.save_checkpoint(model, None, optimizer_of(model), 0)
@@ -184,6 +196,28 @@ def test_a_classifier_that_is_most_of_the_model_may_start_anew(fresh_cfg, tmp_pa
     checkpoint.load_weights(str(tmp_path / "w.pth"), net(classes=3000))
 
 
+@pytest.mark.parametrize("load", [checkpoint.load_weights, checkpoint.load_checkpoint])
+def test_safetensors_are_bare_weights(fresh_cfg, tmp_path, load):
+    safetensors = pytest.importorskip("safetensors.torch")
+    source, got = stepped(net(), optimizer_of(net())), net()
+    source[0].weight.data += 1
+    safetensors.save_file(source.state_dict(), tmp_path / "w.safetensors")
+    load(str(tmp_path / "w.safetensors"), got)
+    assert same(source, got)
+
+
+def test_damaged_safetensors_are_refused(fresh_cfg, tmp_path):
+    pytest.importorskip("safetensors")
+    (tmp_path / "w.safetensors").write_text("hello, hello")
+    assert "can't be read as safetensors" in refused(tmp_path / "w.safetensors", net())
+
+
+def test_safetensors_without_the_package_say_what_to_install(fresh_cfg, tmp_path, monkeypatch):
+    (tmp_path / "w.safetensors").write_text("")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert "pip install 'pycls[export]'" in refused(tmp_path / "w.safetensors", net())
+
+
 def refused(path, *args):
     with pytest.raises(UserError) as error:
         checkpoint.load_checkpoint(str(path), *args)
@@ -196,7 +230,9 @@ def test_bad_files_are_each_refused_with_their_reason(fresh_cfg, tmp_path):
     assert "no such checkpoint" in refused(tmp_path / "none.pyth", model)
     assert "is a folder" in refused(tmp_path, model)
     (tmp_path / "text.pyth").write_text("hello")
-    refused(tmp_path / "text.pyth", model)
+    assert "is not a checkpoint" in refused(tmp_path / "text.pyth", model)
+    (tmp_path / "net.onnx").write_bytes(b"\x08\x07\x12\x07pytorch")
+    assert "is not a checkpoint" in refused(tmp_path / "net.onnx", model)
     torch.save([1, 2], tmp_path / "list.pyth")
     assert "holds a list" in refused(tmp_path / "list.pyth", model)
     torch.save({"epoch": 3}, tmp_path / "no_weights.pyth")

@@ -138,6 +138,15 @@ def test_another_model_is_refused_with_the_differing_keys(train):
     assert (out_dir / "config.yaml").read_text() == saved
 
 
+def test_damaged_checkpoints_are_not_written_over(train):
+    out_dir, _ = train("run", *ONE)
+    last = out_dir / "checkpoints" / "model_epoch_0001.pyth"
+    os.truncate(last, 1000)
+    _, done = train("run", *ONE, "NUM_GPUS", 2, code=2)
+    assert "to start anew" in done.stderr and done.stderr.count("\n") == 1
+    assert last.stat().st_size == 1000
+
+
 def test_moving_the_output_folder_keeps_resume_working(train):
     out_dir, _ = train("run", *ONE)
     os.rename(out_dir, out_dir.parent / "moved")
