@@ -85,7 +85,7 @@ def train_model() -> None:
     """Trains the model of the config: from OUT_DIR's newest checkpoint, from TRAIN.WEIGHTS, or from scratch.
 
     Raises:
-        Interrupted: SIGTERM, SIGINT or a scheduler's warning came; the run is saved.
+        Interrupted: one of `interrupt.stop_signals` came; the run is saved.
     """
     with own_out_dir(), StopRequest() as stop:
         setup_env("train")
