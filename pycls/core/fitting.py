@@ -110,7 +110,7 @@ def log_tested(checkpoint: Dict, tensors: int, path: str) -> None:
     which = "bare weights"
     if "model_state" in checkpoint:
         whose = {"model_state": "the model's", "ema_state": "the EMA's"}[better_name(checkpoint)]
-        which = f"{whose} (test error in the file: model {checkpoint.get('test_err')}, EMA {checkpoint.get('ema_err')})"
+        which = "{} (test error in the file: model {:.4g}%, EMA {:.4g}%)".format(whose, *errors_of(checkpoint))
     logger.info("Weights from %s: %s; all %d tensors match", path, which, tensors)
     rows = differing_keys(checkpoint)
     if changed := [row for row in rows if _changes_results(row)]:
@@ -135,7 +135,7 @@ def _fitting(state: Dict, model: nn.Module, own: Tensors, path: str, checkpoint:
     if rows:
         keys = _differing_model_keys(checkpoint)
         hint = f" Differing keys: {_few(keys, 6)}." if keys else ""
-        raise UserError(f"{path}: does not fit this model.{hint} {_few(rows)}")
+        raise UserError(f"{path}: does not fit this model.{hint} {_foreign(state, path) or _few(rows)}")
     return state
 
 

@@ -358,7 +358,7 @@ def test_a_test_says_which_weights_it_took(fresh_cfg, caplog, ema_err, whose):
     caplog.set_level("INFO")
     content = {"model_state": {}, "ema_state": {}, "test_err": 30.0, "ema_err": ema_err}
     fitting.log_tested(content, 31, "a.pyth")
-    assert f"Weights from a.pyth: {whose} (test error in the file: model 30.0, EMA {ema_err})" in caplog.text
+    assert f"Weights from a.pyth: {whose} (test error in the file: model 30%, EMA {ema_err:.0f}%)" in caplog.text
     assert "all 31 tensors match" in caplog.text
 
 

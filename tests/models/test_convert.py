@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pycls.core import builders, config
-from pycls.core.checkpoint import load_weights
+from pycls.core.checkpoint import load_checkpoint, load_weights
 from pycls.core.errors import UserError
 from pycls.models import convert
 
@@ -58,11 +58,12 @@ def test_our_names_are_taken_for_no_librarys(fresh_cfg, family):
     assert convert.recognise(build(family).state_dict()) is None
 
 
-def test_training_from_another_librarys_names_says_how_to_convert_them(fresh_cfg, tmp_path):
+@pytest.mark.parametrize("load", [load_weights, load_checkpoint])
+def test_weights_under_another_librarys_names_are_refused_with_how_to_convert_them(fresh_cfg, tmp_path, load):
     model, path = build("vit"), str(tmp_path / "tv.pth")
     torch.save(convert.to_library(model.state_dict(), "vit", "torchvision"), path)
     with pytest.raises(UserError, match=r"convert.py .*tv.pth ours.pyth --from torchvision --family vit"):
-        load_weights(path, model)
+        load(path, model)
 
 
 def turned(images):
