@@ -6,7 +6,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from pycls.core.cli import Parser, guarded
+from pycls.core.cli import Parser, guarded, load_plugins
 from pycls.core.errors import UserError
 
 _EPILOG = """examples:
@@ -14,6 +14,7 @@ _EPILOG = """examples:
   convert.py runs/a/model.pyth a_timm.safetensors --to timm        for timm (RGB input)
   convert.py vit.pth ours.pyth --from timm --family vit            from timm, DeiT, MAE or DINO
   convert.py runs/a/model.pyth a.onnx --pixels                     ONNX that takes RGB images on 0..255
+  convert.py --plugin my_net.py runs/b/model.pyth b.onnx           of a plug-in's model
   convert.py runs/a/checkpoints/model_epoch_0009.shards a.pyth     one file of a sharded checkpoint, with all it holds
 """
 
@@ -35,9 +36,15 @@ def family_of(path: str, content, asked):
 
 def weights_of(content):
     """The tensors of a checkpoint (the better of model and EMA) or a bare state dict."""
-    from pycls.core.checkpoint import better_state
+    from pycls.core.fitting import better_state
 
     return better_state(content)
+
+
+def check_target(source: str, target: str) -> None:
+    """Refuses to write over what is read: bare weights would take the place of a whole checkpoint."""
+    if os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target):
+        raise UserError(f"{target}: is the very file that is converted ({source}); give another name for the result")
 
 
 def export(args) -> str:
@@ -52,13 +59,13 @@ def export(args) -> str:
 
 def convert(args) -> str:
     """Writes the weights under other names, or all of a sharded checkpoint as one file."""
-    from pycls.core.checkpoint import write_checkpoint
+    from pycls.core.checkpoint import read_checkpoint, write_checkpoint
     from pycls.core.checkpoint_shards import is_shards
     from pycls.models import convert as c
 
     if args.source_library == args.target_library != "pycls":
         raise UserError(f"--from and --to are both {args.source_library}: nothing to convert")
-    content = c.read_weights(args.source)
+    content = read_checkpoint(args.source)
     if is_shards(args.source) and args.target_library == "pycls" and args.target.endswith(".pyth"):
         return write_checkpoint(content, os.path.abspath(args.target))
     state, turn = weights_of(content), not args.keep_channels
@@ -86,7 +93,11 @@ def main() -> None:
     parser.add_argument("--keep-channels", action="store_true", help="do not turn BGR into RGB or back")
     parser.add_argument("--cfg", help="ONNX: config of bare weights, which hold none")
     parser.add_argument("--pixels", action="store_true", help="ONNX: take RGB images on 0..255")
+    parser.add_argument("--plugin", action="append", default=[], metavar="FILE_OR_MODULE",
+                        help="ONNX: Python code that registers the model; may be repeated")  # fmt: skip
     args = parser.parse_args()
+    check_target(args.source, args.target)
+    load_plugins(args.plugin)
     print(export(args) if args.target.endswith(".onnx") else convert(args))
 
 

@@ -23,16 +23,17 @@ from pycls.models.vit import ViT
 
 _models = {"anynet": AnyNet, "effnet": EffNet, "regnet": RegNet, "resnet": ResNet, "vit": ViT}
 _loss_funs = {"cross_entropy": SoftCrossEntropyLoss}
+_HINT = "; what a plug-in registers needs --plugin FILE.py"
 
 
 def get_model() -> Callable[..., torch.nn.Module]:
     """Returns the model class that MODEL.TYPE names."""
-    return look_up(_models, cfg.MODEL.TYPE, "MODEL.TYPE")
+    return look_up(_models, cfg.MODEL.TYPE, "MODEL.TYPE", _HINT)
 
 
 def get_loss_fun() -> Callable[..., torch.nn.Module]:
     """Returns the loss class that MODEL.LOSS_FUN names."""
-    return look_up(_loss_funs, cfg.MODEL.LOSS_FUN, "MODEL.LOSS_FUN")
+    return look_up(_loss_funs, cfg.MODEL.LOSS_FUN, "MODEL.LOSS_FUN", _HINT)
 
 
 def build_model() -> torch.nn.Module:

@@ -112,8 +112,8 @@ def guarded(body: Callable[[], None], speak: Callable[[], bool] = lambda: True, 
     except KeyboardInterrupt:
         return _say("pycls: stopped by Ctrl-C", 130, speak)
     except BrokenPipeError:
-        # The reader (head, less) has gone: nothing is left to say, and Python must not say it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (head, less) has gone: nothing is left to say.
+        _discard(sys.stdout)
         return 0
     except Exception as error:  # noqa: BLE001 - the last stop: our own mistakes are shown whole
         if _out_of_memory(error):
@@ -145,8 +145,18 @@ def _less_memory(error: Exception) -> str:
 
 def _say(text: str, code: int, speak: Callable[[], bool]) -> int:
     if speak():
-        print(text, file=sys.stderr, flush=True)
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except OSError:
+            # The terminal was closed: nobody is left to be told, and the code shall still say how it ended.
+            _discard(sys.stdout, sys.stderr)
     return code
+
+
+def _discard(*streams) -> None:
+    """Sends what is left in `streams` nowhere: Python would write it at exit, and end with another code if it can't."""
+    for stream in streams:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:

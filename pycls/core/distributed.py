@@ -23,7 +23,7 @@ from tqdm import tqdm
 from pycls.core import rendezvous, watch
 from pycls.core.config import cfg
 from pycls.core.errors import FaultError, UserError
-from pycls.core.interrupt import Interrupted, warning_signal
+from pycls.core.interrupt import Interrupted, stop_signals
 
 # How long a client waits for the rendezvous store to answer.
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -277,7 +277,7 @@ PLUGINS: List[str] = []
 
 
 def _forward_signals(processes) -> Dict[int, Any]:
-    """Passes SIGTERM, SIGINT and a scheduler's warning on to the ranks, which save and end; returns former handlers."""
+    """Passes what asks for it on to the ranks, which save and end; returns former handlers."""
 
     def forward(number, frame):
         for process in processes:
@@ -285,8 +285,7 @@ def _forward_signals(processes) -> Dict[int, Any]:
                 os.kill(process.pid, signal.SIGTERM)
 
     try:
-        numbers = (signal.SIGTERM, signal.SIGINT, warning_signal())
-        return {number: signal.signal(number, forward) for number in numbers}
+        return {number: signal.signal(number, forward) for number in stop_signals()}
     except ValueError:
         # Not the main thread (a notebook): signals stay with whoever owns them.
         return {}

@@ -45,16 +45,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {folded[close[0]]}?)" if close else ""
 
 
-def look_up(registry: Mapping[str, T], name: str, key: str) -> T:
+def look_up(registry: Mapping[str, T], name: str, key: str, hint: str = "") -> T:
     """Returns `registry[name]`; an unknown name is answered with the known ones.
 
     Args:
         registry: what is known, by name.
         name: the value of the config key `key`.
+        hint: said after the known ones.
     Raises:
         UserError: `name` is not in the registry.
     """
     if name not in registry:
         known = ", ".join(sorted(registry)) or "none"
-        raise UserError(f"{key}: unknown value {name!r}{nearest(name, registry)}; known: {known}")
+        raise UserError(f"{key}: unknown value {name!r}{nearest(name, registry)}; known: {known}{hint}")
     return registry[name]

@@ -1,16 +1,26 @@
-"""SIGTERM, SIGINT and a scheduler's warning: finish the step, save, end with a clear line."""
+"""SIGTERM, SIGINT, SIGHUP and a scheduler's warning: finish the step, save, end with a clear line."""
 
 import os
 import signal
 import threading
 import time
-from typing import Optional
+from typing import Optional, Tuple
 
 
 def warning_signal() -> int:
     """The signal by which a scheduler announces a time-out or pre-emption: SIGUSR2, or as submitit's variable says."""
     name = os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")
     return getattr(signal, f"SIG{name}", signal.SIGUSR2)
+
+
+def stop_signals() -> Tuple[int, ...]:
+    """The signals that ask a run to save and end: SIGTERM, Ctrl-C, a terminal that was closed, a scheduler's warning.
+
+    Left out is SIGHUP where it is ignored: nohup ignores it so that a run outlives its terminal.
+    """
+    closed = getattr(signal, "SIGHUP", None)
+    hang_up = () if closed is None or signal.getsignal(closed) is signal.SIG_IGN else (closed,)
+    return (signal.SIGTERM, signal.SIGINT, *hang_up, warning_signal())
 
 
 class Interrupted(Exception):
@@ -31,8 +41,8 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """While active, remembers SIGTERM, SIGINT or a scheduler's warning instead of dying from it; one more, later, ends
-    the process at once.
+    """While active, remembers any of `stop_signals` instead of dying from it; one more, later, ends the process at
+    once.
 
     A scheduler that signals every process of a run reaches a rank twice, directly and through its parent; what comes
     within SAME_REQUEST_SECONDS counts once.
@@ -51,7 +61,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         # Only a main thread may handle signals; elsewhere (a notebook's worker) they stay with whoever owns them.
         mine = threading.current_thread() is threading.main_thread()
-        for number in (signal.SIGTERM, signal.SIGINT, warning_signal()) if mine else ():
+        for number in stop_signals() if mine else ():
             # A rank whose parent handles Ctrl-C ignores SIGINT, and goes on ignoring it.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._note)

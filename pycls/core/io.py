@@ -106,3 +106,16 @@ def cache_url(path: str, cache_dir: str = "") -> str:
     from pycls.core.download import fetch
 
     return fetch(path, cache_dir or default_cache_dir())
+
+
+def safetensors(path: str):
+    """The package's functions for torch, to read or write `path`.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        from safetensors import torch as functions
+    except ImportError:
+        raise UserError(f"{path}: needs the package safetensors: pip install 'pycls[export]'") from None
+    return functions

@@ -11,7 +11,7 @@ from typing import Any, Dict, Iterator, Tuple
 import numpy as np
 import torch
 
-from pycls.core import checkpoint, checkpoint_shards, ema, meters, optimizer
+from pycls.core import checkpoint, checkpoint_shards, ema, fitting, meters, optimizer
 from pycls.core import distributed as dist
 from pycls.core.checkpoint_writer import Writer
 from pycls.core.config import cfg
@@ -49,17 +49,22 @@ class Run:
         if path:
             self.resume(path)
         elif cfg.TRAIN.WEIGHTS:
-            state = checkpoint.starting_state(cfg.TRAIN.WEIGHTS, self.raw, self.plan.outline(self.raw))
+            content = checkpoint.read_checkpoint(cfg.TRAIN.WEIGHTS)
+            state = fitting.starting_state(content, self.raw, cfg.TRAIN.WEIGHTS, self.plan.outline(self.raw))
             for model in self._models().values():
                 self.plan.load_model_state(model, state, strict=False)
 
     def resume(self, path: str) -> None:
         """Restores everything from a checkpoint of this run."""
         state, whole = self._read(path)
+        fitting.check_class_names(
+            state, self.class_names, cfg.DATA_LOADER.DATA_DIR or cfg.TRAIN.DATASET, path,
+            "Name the folders as they were, or start a new OUT_DIR with TRAIN.WEIGHTS to train on other classes",
+        )  # fmt: skip
         for name, model in self._models().items():
-            fitting = checkpoint.fitting_state(state, name, model, path, self.plan.outline(model))
-            self.plan.load_model_state(model, fitting, whole=whole)
-        optimizer_state = checkpoint.fitting_optimizer_state(state, self.optimizer, path)
+            weights = fitting.fitting_state(state, name, model, path, self.plan.outline(model))
+            self.plan.load_model_state(model, weights, whole=whole)
+        optimizer_state = fitting.fitting_optimizer_state(state, self.optimizer, path)
         self.plan.load_optimizer_state(self.optimizer, optimizer_state, whole=whole)
         if self.precision.scaler.is_enabled() and not state.get("scaler_state"):
             logger.warning("%s holds no loss scale, it starts at PRECISION.LOSS_SCALE", path)
@@ -70,7 +75,7 @@ class Run:
                 meter.load_state_dict(state["meters"][name])
         _set_rng_state(state.get("rng_states"), path)
         logger.info("Resuming from %s: epoch %d, iteration %d", path, self.epoch + 1, self.iteration + 1)
-        if rows := checkpoint.differing_keys(state):
+        if rows := fitting.differing_keys(state):
             logger.warning("The config differs from the checkpoint's in %s", "; ".join(rows))
 
     def _read(self, path: str) -> Tuple[Dict[str, Any], bool]:
@@ -80,8 +85,8 @@ class Run:
         # First by shapes alone, so that what does not fit is refused with the names and not by the reader.
         outline = checkpoint_shards.outline(path)
         for name, model in self._models().items():
-            checkpoint.fitting_state(outline, name, model, path)
-        checkpoint.fitting_optimizer_state(outline, self.optimizer, path)
+            fitting.fitting_state(outline, name, model, path)
+        fitting.fitting_optimizer_state(outline, self.optimizer, path)
         return checkpoint_shards.read_parts(path, self._tensors(whole=False)), False
 
     # --------------------------------------------------------------------- saving

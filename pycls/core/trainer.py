@@ -15,6 +15,7 @@ from pycls.core import distributed as dist
 from pycls.core import optimizer as optim
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
+from pycls.core.fitting import check_class_names, log_tested, tested_state
 from pycls.core.interrupt import Interrupted, StopRequest
 from pycls.core.io import atomic_write
 from pycls.core.placement import Single
@@ -84,7 +85,7 @@ def train_model() -> None:
     """Trains the model of the config: from OUT_DIR's newest checkpoint, from TRAIN.WEIGHTS, or from scratch.
 
     Raises:
-        Interrupted: SIGTERM, SIGINT or a scheduler's warning came; the run is saved.
+        Interrupted: one of `interrupt.stop_signals` came; the run is saved.
     """
     with own_out_dir(), StopRequest() as stop:
         setup_env("train")
@@ -229,9 +230,15 @@ def test_model() -> None:
     setup_env("test")
     precision = Precision()
     plan = setup_model(precision)
-    weights = checkpoint.tested_state(cfg.TEST.WEIGHTS, plan.raw, plan.outline(plan.raw))[1]
+    content = checkpoint.read_checkpoint(cfg.TEST.WEIGHTS)
+    weights = tested_state(content, plan.raw, cfg.TEST.WEIGHTS, plan.outline(plan.raw))
     plan.load_model_state(plan.raw, weights)
+    log_tested(content, len(weights), cfg.TEST.WEIGHTS)
     loader = data_loader.construct_test_loader()
+    check_class_names(
+        content, getattr(loader.dataset, "class_names", None), cfg.DATA_LOADER.DATA_DIR or cfg.TEST.DATASET,
+        cfg.TEST.WEIGHTS, "Test on folders that are named as those it was trained on",
+    )  # fmt: skip
     meter, outputs = meters.TestMeter(len(loader), plan.device), evaluation.outputs_of_config()
     stats = test_epoch(loader, plan.raw, precision, meter, 0, outputs)
     logger.info("Test: %s", evaluation.summary(stats))

@@ -9,12 +9,12 @@ channels are turned round unless asked not to. MAE and DINO checkpoints without 
 import json
 import os
 import re
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 
 from pycls.core.errors import UserError, look_up
-from pycls.core.io import atomic_write
+from pycls.core.io import atomic_write, safetensors
 
 State = Dict[str, torch.Tensor]
 Pairs = List[Tuple[str, str]]
@@ -232,34 +232,31 @@ def from_library(state: State, family: str, library: str, turn_channels: bool = 
     return _turn_channels(state, n.first_conv) if turn_channels else state
 
 
+def recognise(names: Iterable[str]) -> Optional[Tuple[str, str]]:
+    """The (library, family) to whose table most of `names` belong, None if there is none such."""
+    names = [re.sub(r"\.attention\.(query|key|value)\.", ".attention.qkv.", name) for name in names]
+    counts = {
+        (library, family): _count(names, [_matcher(theirs) for _, theirs in table.pairs])
+        for family, tables in _NAMINGS.items()
+        for library, table in tables.items()
+    }
+    best = max(counts, key=counts.get)
+    return best if 2 * counts[best] > len(names) else None
+
+
+def _count(names: List[str], matchers: List[re.Pattern]) -> int:
+    return sum(any(matcher.fullmatch(name) for matcher in matchers) for name in names)
+
+
 # ---------------------------------------------------------------------------- files
-
-
-def read_weights(path: str) -> Dict:
-    """Reads a checkpoint, a bare state dict or a .safetensors file."""
-    if path.endswith(".safetensors"):
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: can't be read as safetensors: {error}") from None
-    from pycls.core.checkpoint import read_checkpoint
-
-    return read_checkpoint(path)
 
 
 def write_weights(state: State, path: str) -> str:
     """Writes a bare state dict as .safetensors, or for torch.load otherwise; returns the path."""
     state = {name: value.contiguous() for name, value in state.items()}
+    save = safetensors(path).save if path.endswith(".safetensors") else None
     with atomic_write(path) as f:
-        if path.endswith(".safetensors"):
-            from safetensors.torch import save
-
-            f.write(save(state))
-        else:
-            torch.save(state, f)
+        f.write(save(state)) if save else torch.save(state, f)
     return path
 
 

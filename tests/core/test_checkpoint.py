@@ -2,13 +2,14 @@
 
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from pycls.core import checkpoint
+from pycls.core import checkpoint, fitting
 from pycls.core.errors import UserError
 
 
@@ -120,6 +121,17 @@ def test_a_damaged_newest_is_passed_over(out_dir, damage, caplog):
     assert "model_epoch_0002.pyth is damaged" in caplog.text
 
 
+@pytest.mark.parametrize("damage, reason", [
+    (damage_cut, "is damaged or no checkpoint"), (damage_flip, "a checksum in it is wrong"), (damage_empty, "damaged"),
+])  # fmt: skip
+def test_where_none_is_whole_the_newest_is_named(out_dir, damage, reason):
+    model = nn.Linear(300, 300)
+    for epoch in (0, 1):
+        damage(checkpoint.save_checkpoint(model, None, torch.optim.SGD(model.parameters()), epoch))
+    with pytest.raises(UserError, match=rf"found: 2\) .*model_epoch_0002.pyth: .*{reason}.* to start anew"):
+        checkpoint.find_resumable()
+
+
 def test_a_failed_write_leaves_the_old_file(out_dir, monkeypatch):
     model = net()
     path = checkpoint.save_checkpoint(model, None, optimizer_of(model), 0)
@@ -173,6 +185,39 @@ def test_weights_that_match_nothing_are_refused(fresh_cfg, tmp_path):
         checkpoint.load_weights(str(tmp_path / "w.pth"), net())
 
 
+def test_weights_for_less_than_half_of_the_model_are_refused(fresh_cfg, tmp_path):
+    torch.save({"0.bias": torch.zeros(4), "2.weight": torch.zeros(3, 4)}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match="only 2 of the model's 9 tensors, less than half of its weights"):
+        checkpoint.load_weights(str(tmp_path / "w.pth"), net())
+
+
+def test_a_classifier_that_is_most_of_the_model_may_start_anew(fresh_cfg, tmp_path):
+    torch.save(net(classes=3).state_dict(), tmp_path / "w.pth")
+    checkpoint.load_weights(str(tmp_path / "w.pth"), net(classes=3000))
+
+
+@pytest.mark.parametrize("load", [checkpoint.load_weights, checkpoint.load_checkpoint])
+def test_safetensors_are_bare_weights(fresh_cfg, tmp_path, load):
+    safetensors = pytest.importorskip("safetensors.torch")
+    source, got = stepped(net(), optimizer_of(net())), net()
+    source[0].weight.data += 1
+    safetensors.save_file(source.state_dict(), tmp_path / "w.safetensors")
+    load(str(tmp_path / "w.safetensors"), got)
+    assert same(source, got)
+
+
+def test_damaged_safetensors_are_refused(fresh_cfg, tmp_path):
+    pytest.importorskip("safetensors")
+    (tmp_path / "w.safetensors").write_text("hello, hello")
+    assert "can't be read as safetensors" in refused(tmp_path / "w.safetensors", net())
+
+
+def test_safetensors_without_the_package_say_what_to_install(fresh_cfg, tmp_path, monkeypatch):
+    (tmp_path / "w.safetensors").write_text("")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert "pip install 'pycls[export]'" in refused(tmp_path / "w.safetensors", net())
+
+
 def refused(path, *args):
     with pytest.raises(UserError) as error:
         checkpoint.load_checkpoint(str(path), *args)
@@ -185,7 +230,9 @@ def test_bad_files_are_each_refused_with_their_reason(fresh_cfg, tmp_path):
     assert "no such checkpoint" in refused(tmp_path / "none.pyth", model)
     assert "is a folder" in refused(tmp_path, model)
     (tmp_path / "text.pyth").write_text("hello")
-    refused(tmp_path / "text.pyth", model)
+    assert "is not a checkpoint" in refused(tmp_path / "text.pyth", model)
+    (tmp_path / "net.onnx").write_bytes(b"\x08\x07\x12\x07pytorch")
+    assert "is not a checkpoint" in refused(tmp_path / "net.onnx", model)
     torch.save([1, 2], tmp_path / "list.pyth")
     assert "holds a list" in refused(tmp_path / "list.pyth", model)
     torch.save({"epoch": 3}, tmp_path / "no_weights.pyth")
@@ -224,12 +271,95 @@ def test_optimizer_groups_of_another_kind_are_refused_with_both(out_dir):
     assert "[6] tensors" in message and "[3, 3]" in message and "TRAIN.WEIGHTS" in message
 
 
+def adamw_of(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+def adam_of(model):
+    return torch.optim.Adam(model.parameters())
+
+
+def saved_with(model, make):
+    optimizer = make(model)
+    stepped(model, optimizer)
+    return checkpoint.save_checkpoint(model, None, optimizer, 0)
+
+
+@pytest.mark.parametrize("before, after", [(optimizer_of, adamw_of), (adamw_of, optimizer_of)])
+def test_another_optimizers_state_is_refused(out_dir, before, after):
+    path, other = saved_with(net(), before), net()
+    message = refused(path, other, net(), after(other))
+    assert "sgd" in message and "adam or adamw" in message and "OPTIM.OPTIMIZER" in message
+
+
+def test_a_state_that_two_optimizers_left_is_refused(out_dir):
+    path, other = saved_with(net(), adamw_of), net()
+    content = checkpoint.read_checkpoint(path)
+    content["optimizer_state"]["param_groups"] = optimizer_of(other).state_dict()["param_groups"]
+    checkpoint.write_checkpoint(content, path)
+    assert "that of sgd and adam or adamw and" in refused(path, other, net(), optimizer_of(other))
+
+
+def test_adam_and_adamw_take_over_from_each_other(out_dir):
+    path, other = saved_with(net(), adam_of), net()
+    optimizer = adamw_of(other)
+    checkpoint.load_checkpoint(path, other, net(), optimizer)
+    assert "exp_avg" in optimizer.state_dict()["state"][0]
+
+
 def test_another_architecture_names_the_differing_keys(out_dir, fresh_cfg):
     fresh_cfg.merge_from_list(["MODEL.TYPE", "vit", "MODEL.NUM_CLASSES", 3])
     model = net(classes=3)
     path = checkpoint.save_checkpoint(model, None, optimizer_of(model), 0)
     fresh_cfg.MODEL.NUM_CLASSES = 5
     assert "MODEL.NUM_CLASSES (file: 3, config: 5)" in refused(path, net(classes=5))
+
+
+@pytest.mark.parametrize("key, value", [("VIT.NUM_HEADS", 8), ("LN.EPS", 1e-3), ("DATA_LOADER.CHANNEL_ORDER", "rgb")])
+def test_a_test_names_changed_keys_that_change_its_result(fresh_cfg, caplog, key, value):
+    fresh_cfg.MODEL.TYPE = "vit"
+    content = {"model_state": {}, "cfg": fresh_cfg.dump()}
+    old = dict(fresh_cfg.flat())[key]
+    fresh_cfg.merge_from_list([key, value])
+    fitting.log_tested(content, 0, "a.pyth")
+    assert f"a.pyth was trained with other values of {key} (file: {old}, config: {value})" in caplog.text
+
+
+@pytest.mark.parametrize("stored", [{}, {"class_names": None}, {"class_names": ["a", "b"]}])
+def test_classes_that_agree_or_are_unknown_are_accepted(stored):
+    fitting.check_class_names(stored, ("a", "b"), "pictures", "a.pyth", "")
+    fitting.check_class_names(stored, None, "pictures", "a.pyth", "")
+
+
+@pytest.mark.parametrize("names, difference", [
+    (["b", "a"], "number 0, 'a' in the file and 'b' in the data"),
+    (["a"], "number 1, 'b' in the file and none in the data"),
+    (["a", "b", "c"], "number 2, none in the file and 'c' in the data"),
+])  # fmt: skip
+def test_other_classes_are_refused_with_the_first_that_differs(names, difference):
+    with pytest.raises(UserError, match=f"a.pyth: was trained on 2 classes, .* of pictures: .*{difference}. Mend it"):
+        fitting.check_class_names({"class_names": ["a", "b"]}, names, "pictures", "a.pyth", "Mend it")
+
+
+QUIET = ["VIT.LAYOUT", "batch_first", "VIT.DROP_PATH", 0.5, "VIT.ATTENTION", "math", "TEST.BATCH_SIZE", 7, "DEVICE",
+         "cpu", "MODEL.LOSS_FUN", "focal", "REGNET.DEPTH", 3]  # fmt: skip
+
+
+def test_a_test_is_silent_about_keys_that_do_not_change_its_result(fresh_cfg, caplog):
+    fresh_cfg.MODEL.TYPE = "vit"
+    content = {"model_state": {}, "cfg": fresh_cfg.dump()}
+    fresh_cfg.merge_from_list(QUIET)
+    fitting.log_tested(content, 0, "a.pyth")
+    assert "other values" not in caplog.text
+
+
+@pytest.mark.parametrize("ema_err, whose", [(20.0, "the EMA's"), (40.0, "the model's")])
+def test_a_test_says_which_weights_it_took(fresh_cfg, caplog, ema_err, whose):
+    caplog.set_level("INFO")
+    content = {"model_state": {}, "ema_state": {}, "test_err": 30.0, "ema_err": ema_err}
+    fitting.log_tested(content, 31, "a.pyth")
+    assert f"Weights from a.pyth: {whose} (test error in the file: model 30%, EMA {ema_err:.0f}%)" in caplog.text
+    assert "all 31 tensors match" in caplog.text
 
 
 def test_checkpoints_hold_plain_data_only(out_dir):

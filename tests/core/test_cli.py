@@ -44,6 +44,7 @@ MISTAKES = {
     "wrong type": ((*TRAIN, "OPTIM.BASE_LR", "high"), "must be a number"),
     "not allowed": ((*TRAIN, "PRECISION.MODE", "fp8"), "PRECISION.MODE: 'fp8'"),
     "unknown model": ((*TRAIN, "MODEL.TYPE", "vti"), "MODEL.TYPE: unknown value 'vti' (did you mean vit?)"),
+    "model of a plug-in": ((*TRAIN, "MODEL.TYPE", "my_net"), "needs --plugin"),
     "unknown loss": ((*TRAIN, "MODEL.LOSS_FUN", "crossentropy"), "did you mean cross_entropy?"),
     "unknown data set": ((*TRAIN, "TRAIN.DATASET", "digit"), "did you mean digits?"),
     "unknown split": ((*TRAIN, "TRAIN.SPLIT", "trian"), "trian"),

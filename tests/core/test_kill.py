@@ -1,26 +1,31 @@
 """A run that is killed at any moment and started again ends bit for bit like one that never was."""
 
+import fcntl
 import os
+import pty
 import random
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
 from conftest import ROOT, TINY_RUN
 from runs import SLOW_WRITER, assert_same_run, finish
 
+from pycls.core.interrupt import StopRequest
 
-def start(config, out_dir, *words, **env):
+
+def start(config, out_dir, *words, streams=None, **env):
     command = [sys.executable, os.path.join(ROOT, "tools", "run_net.py"), "--mode", "train", *words]
     command += ["--cfg", str(config), "OUT_DIR", str(out_dir)]
     command += ["NUM_GPUS", env.pop("processes", "1")]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    streams = streams or {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     # A group of its own, so that a kill reaches the ranks in the same instant as their parent.
-    return subprocess.Popen(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    return subprocess.Popen(command, env=variables, start_new_session=True, **streams)
 
 
 def kill(process, number=signal.SIGKILL):
@@ -91,3 +96,30 @@ def test_asked_to_stop_it_saves_and_goes_on(unbroken, tmp_path):
         assert output.count("stopped by a signal and saved at epoch") == 1 and "Traceback" not in output
     finish(start(config, out_dir, processes=processes))
     assert_same_run(whole, out_dir)
+
+
+@pytest.mark.parametrize("unbroken", ["2"], ids=["2 processes"], indirect=True)
+def test_when_its_terminal_is_closed_it_saves_and_goes_on(unbroken, tmp_path):
+    processes, config, whole, _ = unbroken
+    out_dir, (ours, its) = tmp_path / "run", pty.openpty()
+    its_own = {"preexec_fn": lambda: fcntl.ioctl(its, termios.TIOCSCTTY, 0)}
+    victim = start(config, out_dir, processes=processes, streams={"stdout": its, "stderr": its, **its_own})
+    os.close(its)
+    log, deadline = out_dir / "stdout.log", time.monotonic() + 120
+    while time.monotonic() < deadline and not (log.exists() and "train_iter" in log.read_text()):
+        if select.select([ours], [], [], 0.02)[0]:
+            os.read(ours, 65536)
+    os.close(ours)
+    assert victim.wait(timeout=60) in (0, 143)  # 0: it was over before
+    finish(start(config, out_dir, processes=processes))
+    assert_same_run(whole, out_dir)
+
+
+def test_a_run_that_ignores_closed_terminals_goes_on():
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop
+    finally:
+        signal.signal(signal.SIGHUP, former)

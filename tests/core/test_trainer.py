@@ -83,6 +83,7 @@ def test_test_mode_repeats_the_error_of_training(train, run_tool, tiny_run, tmp_
                         "TEST.WEIGHTS", out_dir / "model.pyth", "NUM_GPUS", processes,
                         "FSDP.ENABLED", sharded)  # fmt: skip
         assert done.returncode == 0, done.stderr
+        assert "Weights from" in done.stdout and "other values of" not in done.stdout
         found.append(re.search(r"top-1 error ([\d.]+)%.*top-5 error ([\d.]+)%.* on (\d+) images", done.stdout).groups())
     assert len(set(found)) == 1
     best = min(records(out_dir, "test_epoch")["top1_err"][0], records(out_dir, "test_ema_epoch")["top1_err"][0])
@@ -137,6 +138,15 @@ def test_another_model_is_refused_with_the_differing_keys(train):
     assert (out_dir / "config.yaml").read_text() == saved
 
 
+def test_damaged_checkpoints_are_not_written_over(train):
+    out_dir, _ = train("run", *ONE)
+    last = out_dir / "checkpoints" / "model_epoch_0001.pyth"
+    os.truncate(last, 1000)
+    _, done = train("run", *ONE, "NUM_GPUS", 2, code=2)
+    assert "to start anew" in done.stderr and done.stderr.count("\n") == 1
+    assert last.stat().st_size == 1000
+
+
 def test_moving_the_output_folder_keeps_resume_working(train):
     out_dir, _ = train("run", *ONE)
     os.rename(out_dir, out_dir.parent / "moved")
@@ -158,7 +168,9 @@ ImageFolder._from_folders = find_on_rank_0
 """
 
 
-def test_fine_tuning_on_other_classes_and_size(train, tmp_path):
+@pytest.fixture
+def three_folders(tmp_path):
+    """Digits 0 to 2 as pictures in class folders; the folder."""
     import cv2
     from sklearn.datasets import load_digits
 
@@ -169,9 +181,17 @@ def test_fine_tuning_on_other_classes_and_size(train, tmp_path):
                 folder = tmp_path / "three" / split / f"digit {digits.target[i]}"
                 folder.mkdir(parents=True, exist_ok=True)
                 cv2.imwrite(str(folder / f"{i}.png"), (digits.images[i] * 15.9).astype("uint8"))
+    return tmp_path / "three"
+
+
+def of_folders(folder):
+    return ["MODEL.NUM_CLASSES", 3, "TRAIN.BATCH_SIZE", 32, "TRAIN.DATASET", "imagefolder", "TEST.DATASET",
+            "imagefolder", "DATA_LOADER.DATA_DIR", folder]  # fmt: skip
+
+
+def test_fine_tuning_on_other_classes_and_size(train, three_folders, tmp_path):
     source, _ = train("run", *ONE)
-    words = ["MODEL.NUM_CLASSES", 3, "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32, "TRAIN.BATCH_SIZE", 32, "TRAIN.DATASET"]
-    words += ["imagefolder", "TEST.DATASET", "imagefolder", "DATA_LOADER.DATA_DIR", tmp_path / "three"]
+    words = [*of_folders(three_folders), "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32]
     # Two processes, of which only the first may list the folders.
     (tmp_path / "once.py").write_text(ONLY_RANK_0_LISTS)
     words += ["TRAIN.WEIGHTS", source / "model.pyth", "NUM_GPUS", 2, "DATA_LOADER.PIXELS", "uint8"]
@@ -181,6 +201,21 @@ def test_fine_tuning_on_other_classes_and_size(train, tmp_path):
     assert json.loads((out_dir / "classes.json").read_text()) == ["digit 0", "digit 1", "digit 2"]
     checkpoint = torch.load(out_dir / "model.pyth", weights_only=True)
     assert checkpoint["class_names"] == ["digit 0", "digit 1", "digit 2"]
+
+
+def test_renamed_class_folders_are_neither_tested_nor_trained_on(train, three_folders, run_tool, tiny_run):
+    out_dir, _ = train("run", *ONE, *of_folders(three_folders))
+    names = (out_dir / "classes.json").read_text()
+    for split in ("train", "val"):
+        os.rename(three_folders / split / "digit 0", three_folders / split / "nought")
+    _, resumed = train("run", "OPTIM.MAX_EPOCH", 2, *of_folders(three_folders), code=2)
+    tested = run_tool("run_net.py", "--mode", "test", "--cfg", tiny_run, "OUT_DIR", out_dir, "TEST.WEIGHTS",
+                      out_dir / "model.pyth", *of_folders(three_folders))  # fmt: skip
+    for done, file in ((resumed, "model_epoch_0001.pyth"), (tested, "model.pyth")):
+        assert f"{file}: was trained on 3 classes, which are not the 3 of {three_folders}" in done.stderr
+        assert "number 0, 'digit 0' in the file and 'digit 1' in the data" in done.stderr
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert (out_dir / "classes.json").read_text() == names
 
 
 def test_the_documented_plug_in_trains(train):

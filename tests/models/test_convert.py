@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pycls.core import builders, config
+from pycls.core.checkpoint import load_checkpoint, load_weights
 from pycls.core.errors import UserError
 from pycls.models import convert
 
@@ -41,6 +42,28 @@ def test_there_and_back_gives_identical_bytes(fresh_cfg, family, library, turn):
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], value) and back[name].dtype == value.dtype for name, value in state.items())
     assert len(set(theirs) & set(state)) < len(state)
+
+
+@pytest.mark.parametrize("library", convert.LIBRARIES)
+@pytest.mark.parametrize("family", convert.FAMILIES)
+def test_names_of_a_library_are_recognised(fresh_cfg, family, library):
+    names = convert.to_library(build(family).state_dict(), family, library)
+    there = convert.recognise(names)
+    convert.from_library(names, there[1], there[0])
+    assert (there[0], there[1][:6]) == (library, family[:6]) or family == "resnet"
+
+
+@pytest.mark.parametrize("family", convert.FAMILIES)
+def test_our_names_are_taken_for_no_librarys(fresh_cfg, family):
+    assert convert.recognise(build(family).state_dict()) is None
+
+
+@pytest.mark.parametrize("load", [load_weights, load_checkpoint])
+def test_weights_under_another_librarys_names_are_refused_with_how_to_convert_them(fresh_cfg, tmp_path, load):
+    model, path = build("vit"), str(tmp_path / "tv.pth")
+    torch.save(convert.to_library(model.state_dict(), "vit", "torchvision"), path)
+    with pytest.raises(UserError, match=r"convert.py .*tv.pth ours.pyth --from torchvision --family vit"):
+        load(path, model)
 
 
 def turned(images):
@@ -185,6 +208,42 @@ def test_onnx_computes_the_same_for_any_batch(run_tool, checkpoint, tmp_path, pi
             assert torch.allclose(torch.from_numpy(logits), model(ready), atol=1e-4)
     facts = (tmp_path / "m.json").read_text()
     assert '"order": "bgr"' in facts and '"side": 32' in facts and "class_names" in facts
+
+
+PLUGIN = """
+import torch
+from pycls.core.builders import register_model
+from pycls.core.config import cfg
+
+class Mean(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(3, cfg.MODEL.NUM_CLASSES)
+
+    def forward(self, x):
+        return self.fc(x.mean((2, 3)))
+
+register_model("mean_colour", Mean)
+"""
+
+
+def test_a_plug_ins_model_goes_to_onnx(run_tool, tmp_path):
+    pytest.importorskip("onnx")
+    (tmp_path / "mean.py").write_text(PLUGIN)
+    weights = {"fc.weight": torch.zeros(10, 3), "fc.bias": torch.zeros(10)}
+    torch.save({"model_state": weights, "cfg": "MODEL: {TYPE: mean_colour}"}, tmp_path / "m.pyth")
+    done = run_tool("convert.py", tmp_path / "m.pyth", tmp_path / "m.onnx", "--plugin", tmp_path / "mean.py")
+    assert done.returncode == 0 and (tmp_path / "m.onnx").exists(), done.stderr
+
+
+@pytest.mark.parametrize("spelling", ["model.pyth", "./model.pyth", "link.pyth"])
+def test_a_checkpoint_is_never_written_over_by_its_weights(run_tool, checkpoint, tmp_path, spelling):
+    path, _ = checkpoint
+    (tmp_path / "link.pyth").symlink_to(path)
+    before = path.read_bytes()
+    done = run_tool("convert.py", path, f"{tmp_path}/{spelling}")
+    assert done.returncode == 2 and "is the very file" in done.stderr and done.stderr.count("\n") == 1
+    assert path.read_bytes() == before and (tmp_path / "link.pyth").is_symlink()
 
 
 MISTAKES = {
