@@ -18,14 +18,14 @@ sys.path.insert(0, ROOT)
 
 import torch
 
-from pycls.core.logging import load_log_data
+from pycls.core.logging import git_commit, load_log_data
 
 CONFIG = os.path.join(ROOT, "configs", "quickstart", "vit_digits.yaml")
 MODES = ("fp32", "tf32", "amp_fp16", "amp_bf16", "fp16", "bf16")
 HEAD = """# Accuracy in every precision mode
 
 Top-1 test error (%) of `configs/quickstart/vit_digits.yaml` after the last epoch, over seeds {seeds}.
-Measured on {device} with torch {torch}. tf32 differs from fp32 on NVIDIA GPUs only.
+Measured on {device} with torch {torch}, commit {commit}. tf32 differs from fp32 on NVIDIA GPUs only.
 
 | PRECISION.MODE | model: mean (each seed) | EMA: mean (each seed) | difference from fp32 | skipped steps |
 | --- | --- | --- | ---: | ---: |
@@ -68,7 +68,9 @@ def main() -> None:
     device = (
         torch.cuda.get_device_name() if args.device == "cuda" else f"a {os.cpu_count()}-core {platform.machine()} CPU"
     )
-    text = HEAD.format(seeds=", ".join(map(str, args.seeds)), device=device, torch=torch.__version__)
+    text = HEAD.format(
+        seeds=", ".join(map(str, args.seeds)), device=device, torch=torch.__version__, commit=git_commit()
+    )
     text += "\n".join(row(mode, runs, results["fp32"]) for mode, runs in results.items())
     left_out = ", ".join(mode for mode in MODES if mode not in args.modes)
     text += f"\n\nMade by `dev/precision_table.py --device {args.device} --modes {' '.join(args.modes)}`."

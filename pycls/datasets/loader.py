@@ -188,7 +188,9 @@ _LINGER = 30
 def _start_worker(worker: int, threads: int) -> None:
     # A terminal or a scheduler signals every process of a run at once. What to do then is the main process's
     # decision; it could not finish its step if its workers were gone first.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     # A process that is killed leaves nobody behind that would still hold its memory and its lock of OUT_DIR.
     dist.die_with_parent()
     if hasattr(signal, "alarm"):
