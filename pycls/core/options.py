@@ -216,7 +216,7 @@ OPTIONS = (
     Option(
         "DATA_LOADER.ON_BAD_IMAGE",
         "stop",
-        "an unreadable picture: stop the run, or use another one and warn",
+        "an unreadable picture: stop the run, or warn and train on the next one instead (testing leaves it out)",
         ("stop", "replace"),
     ),
     Option(

@@ -216,7 +216,9 @@ def test_epoch(loader, model, precision: Precision, meter: meters.TestMeter, epo
             if meter.due(iteration):
                 meter.flush()
                 meter.log_iter_stats(epoch, iteration)
-    return meter.log_epoch_stats(epoch)
+    stats = meter.log_epoch_stats(epoch)
+    evaluation.note_left_out(len(loader.dataset) - stats["samples"], len(loader.dataset))
+    return stats
 
 
 def test_model() -> None:

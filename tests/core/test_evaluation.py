@@ -42,6 +42,21 @@ def weights(tiny_run, tmp_path):
     return tmp_path / "w.pth"
 
 
+def test_a_picture_that_cannot_be_read_counts_nowhere(run_tool, tiny_run, tmp_path, weights):
+    for name in "0123456789":
+        (tmp_path / "pictures" / "val" / name).mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(tmp_path / "pictures" / "val" / name / "a.png")
+    (tmp_path / "pictures" / "val" / "3" / "b.png").write_bytes(b"broken")
+    done = run_tool("run_net.py", "--mode", "test", "--cfg", tiny_run, "OUT_DIR", tmp_path / "out",
+                    "TEST.WEIGHTS", weights, "TEST.DATASET", "imagefolder", "NUM_GPUS", 2,
+                    "DATA_LOADER.DATA_DIR", tmp_path / "pictures",
+                    "DATA_LOADER.ON_BAD_IMAGE", "replace", "TEST.SAVE_LOGITS", "True")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert np.load(tmp_path / "out" / "logits.npz")["labels"].tolist() == list(range(10))
+    assert "on 10 images" in done.stdout
+    assert done.stdout.count("Testing leaves out 1 of 11 pictures, which can't be read") == 1
+
+
 def test_logits_are_the_same_for_any_number_of_processes_and_batch(run_tool, tiny_run, tmp_path, weights):
     found = []
     for i, (processes, batch) in enumerate(((1, 364), (2, 100), (2, 14))):
