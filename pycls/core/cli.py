@@ -1,6 +1,7 @@
 """The command line: `pycls` and `tools/run_net.py` are both `main()`."""
 
 import argparse
+import errno
 import importlib
 import importlib.util
 import os
@@ -87,19 +88,24 @@ def _main(argv: Optional[List[str]]) -> None:
     modes[args.mode]()
 
 
-def guarded(body: Callable[[], None], speak: Callable[[], bool] = lambda: True, name: str = "") -> int:
+def guarded(body: Callable[[], Optional[int]], speak: Callable[[], bool] = lambda: True, name: str = "") -> int:
     """Runs `body`; returns its exit code, having said in one line what a user can mend.
 
     Args:
-        speak: asked before anything is printed. name: put before messages, e.g. the rank.
+        body: may return an exit code of its own. speak: asked before anything is printed.
+        name: put before messages, e.g. the rank.
     """
     from pycls.core.distributed import RankFailed
     from pycls.core.interrupt import Interrupted
 
     warnings.showwarning = _show_warning
+    if hasattr(sys.stdout, "reconfigure"):
+        # A class or file whose name is no text shall not end the program that prints it. In JSON this is an escape.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        body()
-        return 0
+        code = body() or 0
+        print(end="", flush=True)
+        return code
     except UserError as error:
         return _say(f"pycls: error: {' '.join(str(error).split())}", 2, speak)
     except Interrupted as stop:
@@ -112,13 +118,25 @@ def guarded(body: Callable[[], None], speak: Callable[[], bool] = lambda: True, 
     except KeyboardInterrupt:
         return _say("pycls: stopped by Ctrl-C", 130, speak)
     except BrokenPipeError:
-        # The reader (head, less) has gone: nothing is left to say, and Python must not say it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (head, less) has gone: nothing is left to say.
+        _drop_output()
         return 0
     except Exception as error:  # noqa: BLE001 - the last stop: our own mistakes are shown whole
         if _out_of_memory(error):
             return _say(f"pycls: error: {name}{_less_memory(error)}", 2, speak)
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+            _drop_output()
+            return _say(f"pycls: error: standard output can't be written: {error.strerror}", 2, speak)
         return _say(name + traceback.format_exc(), 1, speak)
+
+
+# What the system says of an output that takes no more. Files are written by `io.atomic_write`, which names them.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _drop_output() -> None:
+    """Sends what still waits to be written nowhere, lest Python try again at exit and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -112,6 +112,8 @@ def confusion_matrix(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def write_report(logits: np.ndarray, labels: np.ndarray, names: Sequence[str], out_dir: str) -> List[str]:
     """Writes per_class.csv (worst class first) and confusion.png; returns their paths."""
     counts = confusion_matrix(logits, labels)
+    # A folder's name may hold bytes that are no text; neither a font nor a CSV has anything to show for them.
+    names = [name.encode("utf-8", "backslashreplace").decode() for name in names]
     table, picture = os.path.join(out_dir, "per_class.csv"), os.path.join(out_dir, "confusion.png")
     with atomic_write(table) as f:
         f.write(_per_class(counts, names).encode())

@@ -255,4 +255,5 @@ def write_run_files(class_names) -> None:
     config.dump_cfg()
     if class_names is not None:
         with atomic_write(os.path.join(cfg.OUT_DIR, "classes.json")) as f:
-            f.write(json.dumps(list(class_names), indent=1, ensure_ascii=False).encode())
+            # What a folder's name holds besides UTF-8 becomes JSON's own escapes, which read back to the same name.
+            f.write(json.dumps(list(class_names), indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace"))
