@@ -1,6 +1,7 @@
 """Intervals, logits in order for any number of processes, errors by class."""
 
 import csv
+import os
 
 import numpy as np
 import pytest
@@ -27,6 +28,12 @@ def test_report_names_the_worst_class_and_what_it_is_taken_for(tmp_path):
     assert evaluation.confusion_matrix(logits, labels).tolist() == [[1, 0, 1], [0, 3, 0], [0, 0, 1]]
     with Image.open(picture) as image:
         assert min(image.size) > 300
+
+
+def test_a_report_shows_names_that_are_no_text(tmp_path):
+    table, _ = evaluation.write_report(np.eye(2), np.array([1, 0]), ["a", os.fsdecode(b"c\xff")], str(tmp_path))
+    with open(table, encoding="utf-8") as f:
+        assert {row["class"] for row in csv.DictReader(f)} == {"a", r"c\udcff"}
 
 
 @pytest.fixture

@@ -82,6 +82,16 @@ def test_classes_without_a_name_go_by_their_number(run_tool, trained):
     assert done.returncode == 0 and done.stdout.split("\t")[1].startswith("1 ")
 
 
+def test_class_names_that_are_no_text_read_back_the_same(run_tool, trained):
+    content = torch.load(trained / "model.pyth", weights_only=True)
+    names = [os.fsdecode(b"c\xff"), "d\u00e9"]
+    torch.save({**content, "class_names": names}, trained / "no_text.pyth")
+    picture = trained / "pictures" / "a_red.png"
+    done = run_tool("predict.py", trained / "no_text.pyth", picture, "--format", "json", PYTHONIOENCODING="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert [c["class"] for c in json.loads(done.stdout)[0]["classes"]] == names
+
+
 @pytest.mark.parametrize("form", ["text", "json", "csv"])
 def test_a_picture_that_cannot_be_read_is_named_and_the_others_are_predicted(run_tool, trained, tmp_path, form):
     shutil.copytree(trained / "pictures", tmp_path / "some")
