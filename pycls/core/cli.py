@@ -39,6 +39,21 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (see {self.prog} --help)")
 
+    def parse_args(self, *args, **kwargs):
+        """As argparse does; flags among KEY VALUE words, which swallow all that follows, are refused."""
+        parsed = super().parse_args(*args, **kwargs)
+        late = [word for word in getattr(parsed, "opts", [])[::2] if word.startswith("--")]
+        if late:
+            self.error(f"{late[0]} comes too late: flags go before the KEY VALUE words")
+        return parsed
+
+
+def png_file(path: str) -> str:
+    """The name of a picture to write, for argparse."""
+    if not path.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{path} must end with .png, the only kind that is written")
+    return path
+
 
 def _parser() -> argparse.ArgumentParser:
     # Abbreviated flags would make a typo in a flag mean something.
@@ -176,23 +191,44 @@ def load_plugins(names: List[str]) -> None:
     """Imports Python files or modules, which register what they bring; child processes will import them too.
 
     Raises:
-        UserError: no such file or module.
+        UserError: no such file or module, or it can't be imported: names the line.
     """
     from pycls.core import distributed
 
     for name in names:
-        if name.endswith(".py"):
-            if not os.path.isfile(name):
-                raise UserError(f"--plugin {name}: there is no such file")
-            module = "pycls_plugin_" + os.path.splitext(os.path.basename(name))[0]
-            spec = importlib.util.spec_from_file_location(module, name)
-            sys.modules[module] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[module])
-        else:
-            if importlib.util.find_spec(name) is None:
-                raise UserError(f"--plugin {name}: there is no such module; give a file as NAME.py")
-            importlib.import_module(name)
+        try:
+            _import(name)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the code of others may raise anything
+            reason = f"{type(error).__name__}: {getattr(error, 'msg', None) or error}"
+            raise UserError(f"--plugin {name}: {_line_of(error)}: {reason}") from None
         distributed.PLUGINS.append(os.path.abspath(name) if name.endswith(".py") else name)
+
+
+def _import(name: str) -> None:
+    if name.endswith(".py"):
+        if not os.path.isfile(name):
+            raise UserError(f"--plugin {name}: there is no such file")
+        module = "pycls_plugin_" + os.path.splitext(os.path.basename(name))[0]
+        spec = importlib.util.spec_from_file_location(module, name)
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    else:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--plugin {name}: there is no such module; give a file as NAME.py")
+        importlib.import_module(name)
+
+
+def _line_of(error: Exception) -> str:
+    """Where an import failed, as 'FILE, line N': the innermost line of the plug-in itself."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    # Outside of it are this file and importlib.
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen ")]
+    frames = [f for f in frames if f.filename not in (__file__, importlib.__file__)]
+    inside = [f for f in frames if f.filename == frames[0].filename]
+    return f"{inside[-1].filename}, line {inside[-1].lineno}" if inside else "can't be imported"
 
 
 def list_keys(prefix: str = "") -> None:

@@ -37,7 +37,8 @@ MISTAKES = {
     "missing config": (("--mode", "train", "--cfg", "{tmp}/none.yaml"), "none.yaml"),
     "folder as config": (("--mode", "train", "--cfg", "{tmp}"), "can't be read"),
     "unknown flag": (("--mdoe", "train"), "--help"),
-    "flag after overrides": ((*TRAIN, "--mode", "test"), "unknown key --mode"),
+    "flag after overrides": ((*TRAIN, "--mode", "test"), "--mode comes too late: flags go before the KEY VALUE words"),
+    "config after overrides": (("--mode", "info", "OUT_DIR", "{out}", "--cfg", "{cfg}"), "--cfg comes too late"),
     "unknown key": ((*TRAIN, "OPTIM.LR", "1"), "unknown key OPTIM.LR"),
     "odd words": ((*TRAIN, "NUM_GPUS"), "has no value"),
     "KEY=VALUE": ((*TRAIN, "NUM_GPUS=1", "OPTIM.BASE_LR"), "KEY VALUE"),
@@ -108,6 +109,25 @@ def test_keys_are_listed_with_type_default_and_meaning(command):
     code, output = command("--list-keys", "OPTIM.BASE")
     assert code == 0
     assert output.out.startswith("OPTIM.BASE_LR (float, default 0.1)\n    learning rate")
+
+
+BROKEN_PLUGINS = {
+    "import": ("x = 1\nimport no_such_package\n", "line 2: ModuleNotFoundError: No module named 'no_such_package'"),
+    "syntax": ("x = 1\n\nclass A(\n", "line 3: SyntaxError: "),
+    "exception": ("def f():\n    return 1 / 0\n\nf()\n", "line 2: ZeroDivisionError: division by zero"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_PLUGINS)
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_plug_in_that_cannot_be_imported_is_named_with_its_line(command, tmp_path, monkeypatch, name, as_module):
+    text, message = BROKEN_PLUGINS[name]
+    (tmp_path / f"broken_{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = f"broken_{name}" if as_module else "{tmp}/" + f"broken_{name}.py"
+    code, output = command("--mode", "info", "--plugin", plugin, "--cfg", "{cfg}")
+    (line,) = output.err.splitlines()
+    assert code == 2 and f"/broken_{name}.py, {message}" in line
 
 
 def test_help_explains_every_mode(run_tool):
