@@ -100,6 +100,10 @@ def _main(argv: Optional[List[str]]) -> None:
     config.assert_and_infer_cfg(cache_urls=args.mode in ("train", "test"))
     if args.mode != "scale":
         cfg.freeze()
+    if args.mode in ("train", "test", "time"):
+        from pycls.core import preflight
+
+        preflight.check(args.mode)
     modes[args.mode]()
 
 

@@ -73,6 +73,9 @@ MISTAKES = {
     "fairscale": ((*INFO, "NUM_GPUS", "2", "FSDP.ENABLED", "True", "FSDP.BACKEND", "fairscale"), "FSDP.BACKEND"),
     "ffcv": ((*TRAIN, "DATA_LOADER.MODE", "ffcv"), "DATA_LOADER.MODE"),
 }
+# What the config alone tells: no output folder is made for it.
+TOLD_FIRST = {"unknown model", "unknown loss", "unknown data set", "image and patch", "heads and width",
+              "conv stem lists", "weights missing", "test weights missing", "ffcv"}  # fmt: skip
 needs_no_gpu = {"no cuda", "too many processes", "fairscale"}
 
 
@@ -85,6 +88,25 @@ def test_a_mistake_gives_one_line_and_exit_code_2(command, name):
     lines = [line for line in output.err.splitlines() if not line.startswith("pycls: warning:")]
     assert code == 2, output
     assert len(lines) == 1 and lines[0].startswith("pycls: error: ") and message in lines[0]
+
+
+@pytest.mark.parametrize("name", sorted(TOLD_FIRST))
+def test_what_the_config_tells_leaves_nothing_behind(command, tmp_path, name):
+    code, output = command(*MISTAKES[name][0])
+    assert code == 2 and not output.out and not (tmp_path / "out").exists()
+
+
+def test_a_run_goes_on_without_the_weights_that_it_started_from(command, tmp_path):
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoints" / "model_epoch_0001.pyth").write_bytes(b"")
+    _, output = command(*MISTAKES["weights missing"][0], "TRAIN.BATCH_SIZE", "4096")
+    assert "4096" in output.err and "none.pyth" not in output.err
+
+
+@pytest.mark.parametrize("words", [("MODEL.LOSS_FUN", "of_a_plug_in"), ("TRAIN.DATASET", "of_a_plug_in")])
+def test_testing_does_without_what_only_training_needs(command, tiny_run, words):
+    code, output = command(*TEST, "TEST.WEIGHTS", "{cfg}", *words)
+    assert code == 2 and "tiny.yaml" in output.err and "of_a_plug_in" not in output.err
 
 
 def test_sharding_is_refused_where_this_pytorch_cannot(command, monkeypatch):
