@@ -45,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--calibrate", metavar="FILE", help="timing.json of --mode time on such a device")
     parser.add_argument("--json", metavar="FILE", help="write everything to this file")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw speed against number of GPUs, and memory")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", type=cli.png_file, help="draw speed against number of GPUs, and memory"
+    )
     parser.add_argument("--plugin", action="append", default=[], metavar="FILE_OR_MODULE", help="as in run_net.py")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides")
     return parser

@@ -7,7 +7,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from pycls.core import plotting
-from pycls.core.cli import Parser, guarded
+from pycls.core.cli import Parser, guarded, png_file
 from pycls.core.errors import UserError
 
 
@@ -16,7 +16,9 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", metavar="OUT_DIR_OR_LOG", help="output folders or log files")
     parser.add_argument("--names", nargs="+", help="names for the legend, one per log")
     parser.add_argument("--metric", default="top1_err", choices=["top1_err", "top5_err"], help="error to draw")
-    parser.add_argument("-o", "--output", default="curves.png", help="PNG to write (default: curves.png)")
+    parser.add_argument(
+        "-o", "--output", default="curves.png", type=png_file, help="PNG to write (default: curves.png)"
+    )
     args = parser.parse_args()
     names = args.names or plotting.names_of(args.paths)
     if len(names) != len(args.paths):

@@ -16,15 +16,15 @@ BATCH = 32
 
 def pictures(paths):
     """The picture files that the arguments name, folders searched through, each once and in order."""
-    from pycls.datasets.decode import ENDINGS, is_picture
+    from pycls.datasets.decode import ENDINGS
 
     found = []
     for path in paths:
         if os.path.isdir(path):
-            inside = [os.path.join(folder, n) for folder, _, names in os.walk(path) for n in names if is_picture(n)]
+            inside = sorted(inside_folder(path))
             if not inside:
                 raise UserError(f"{path}: holds no pictures; accepted endings: {', '.join(ENDINGS)}")
-            found += sorted(inside)
+            found += inside
         elif os.path.isfile(path):
             found.append(path)
         else:
@@ -32,14 +32,35 @@ def pictures(paths):
     return list(dict.fromkeys(found))
 
 
-def rows(saved, files, most):
-    """Yields (file, [{"class", "probability"}, ...]), a batch at a time."""
+def inside_folder(path):
+    """Yields the picture files at any depth, those in hidden folders left out."""
+    from pycls.datasets.decode import is_hidden, is_picture
+
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        yield from (os.path.join(folder, name) for name in names if is_picture(name))
+
+
+def rows(saved, files, most, unreadable):
+    """Yields (file, [{"class", "probability"}, ...]), a batch at a time; appends those that can't be read to a list."""
     from pycls.core.saved import predict
-    from pycls.datasets.decode import decode_image
 
     for start in range(0, len(files), BATCH):
-        part = files[start : start + BATCH]
-        yield from zip(part, predict(saved, [decode_image(file) for file in part], most))
+        images = dict(decoded(files[start : start + BATCH], unreadable))
+        if images:
+            yield from zip(images, predict(saved, list(images.values()), most))
+
+
+def decoded(files, unreadable):
+    """Yields (file, picture); a file that can't be read is named, added to a list and left out."""
+    from pycls.datasets.decode import decode_image
+
+    for file in files:
+        try:
+            yield file, decode_image(file)
+        except UserError as error:
+            print(f"pycls: warning: {error}; left out", file=sys.stderr)
+            unreadable.append(file)
 
 
 def write_text(results):
@@ -61,8 +82,11 @@ def write_csv(results):
 FORMATS = {"text": write_text, "json": write_json, "csv": write_csv}
 
 
-def main() -> None:
-    parser = Parser(description="Print the most probable classes of pictures.")
+def main() -> int:
+    parser = Parser(
+        description="Print the most probable classes of pictures.",
+        epilog="A picture that can't be read is named on standard error and left out; the exit code is then 1.",
+    )
     parser.add_argument("weights", help="checkpoint: a path or URL")
     parser.add_argument("paths", nargs="+", metavar="PICTURE_OR_FOLDER")
     parser.add_argument("--top", type=int, default=5, help="how many classes per picture (default: 5)")
@@ -76,7 +100,9 @@ def main() -> None:
     load_plugins(args.plugin)
     from pycls.core.saved import load_saved
 
-    FORMATS[args.format](rows(load_saved(args.weights, args.cfg), files, args.top))
+    unreadable = []
+    FORMATS[args.format](rows(load_saved(args.weights, args.cfg), files, args.top, unreadable))
+    return 1 if unreadable else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The command line: `pycls` and `tools/run_net.py` are both `main()`."""
 
 import argparse
+import errno
 import importlib
 import importlib.util
 import os
@@ -37,6 +38,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def parse_args(self, *args, **kwargs):
+        """As argparse does; flags among KEY VALUE words, which swallow all that follows, are refused."""
+        parsed = super().parse_args(*args, **kwargs)
+        late = [word for word in getattr(parsed, "opts", [])[::2] if word.startswith("--")]
+        if late:
+            self.error(f"{late[0]} comes too late: flags go before the KEY VALUE words")
+        return parsed
+
+
+def png_file(path: str) -> str:
+    """The name of a picture to write, for argparse."""
+    if not path.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{path} must end with .png, the only kind that is written")
+    return path
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,22 +100,31 @@ def _main(argv: Optional[List[str]]) -> None:
     config.assert_and_infer_cfg(cache_urls=args.mode in ("train", "test"))
     if args.mode != "scale":
         cfg.freeze()
+    if args.mode in ("train", "test", "time"):
+        from pycls.core import preflight
+
+        preflight.check(args.mode)
     modes[args.mode]()
 
 
-def guarded(body: Callable[[], None], speak: Callable[[], bool] = lambda: True, name: str = "") -> int:
+def guarded(body: Callable[[], Optional[int]], speak: Callable[[], bool] = lambda: True, name: str = "") -> int:
     """Runs `body`; returns its exit code, having said in one line what a user can mend.
 
     Args:
-        speak: asked before anything is printed. name: put before messages, e.g. the rank.
+        body: may return an exit code of its own. speak: asked before anything is printed.
+        name: put before messages, e.g. the rank.
     """
     from pycls.core.distributed import RankFailed
     from pycls.core.interrupt import Interrupted
 
     warnings.showwarning = _show_warning
+    if hasattr(sys.stdout, "reconfigure"):
+        # A class or file whose name is no text shall not end the program that prints it. In JSON this is an escape.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        body()
-        return 0
+        code = body() or 0
+        print(end="", flush=True)
+        return code
     except UserError as error:
         return _say(f"pycls: error: {' '.join(str(error).split())}", 2, speak)
     except Interrupted as stop:
@@ -118,7 +143,14 @@ def guarded(body: Callable[[], None], speak: Callable[[], bool] = lambda: True, 
     except Exception as error:  # noqa: BLE001 - the last stop: our own mistakes are shown whole
         if _out_of_memory(error):
             return _say(f"pycls: error: {name}{_less_memory(error)}", 2, speak)
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+            _discard(sys.stdout)
+            return _say(f"pycls: error: standard output can't be written: {error.strerror}", 2, speak)
         return _say(name + traceback.format_exc(), 1, speak)
+
+
+# What the system says of an output that takes no more. Files are written by `io.atomic_write`, which names them.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -168,23 +200,44 @@ def load_plugins(names: List[str]) -> None:
     """Imports Python files or modules, which register what they bring; child processes will import them too.
 
     Raises:
-        UserError: no such file or module.
+        UserError: no such file or module, or it can't be imported: names the line.
     """
     from pycls.core import distributed
 
     for name in names:
-        if name.endswith(".py"):
-            if not os.path.isfile(name):
-                raise UserError(f"--plugin {name}: there is no such file")
-            module = "pycls_plugin_" + os.path.splitext(os.path.basename(name))[0]
-            spec = importlib.util.spec_from_file_location(module, name)
-            sys.modules[module] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[module])
-        else:
-            if importlib.util.find_spec(name) is None:
-                raise UserError(f"--plugin {name}: there is no such module; give a file as NAME.py")
-            importlib.import_module(name)
+        try:
+            _import(name)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the code of others may raise anything
+            reason = f"{type(error).__name__}: {getattr(error, 'msg', None) or error}"
+            raise UserError(f"--plugin {name}: {_line_of(error)}: {reason}") from None
         distributed.PLUGINS.append(os.path.abspath(name) if name.endswith(".py") else name)
+
+
+def _import(name: str) -> None:
+    if name.endswith(".py"):
+        if not os.path.isfile(name):
+            raise UserError(f"--plugin {name}: there is no such file")
+        module = "pycls_plugin_" + os.path.splitext(os.path.basename(name))[0]
+        spec = importlib.util.spec_from_file_location(module, name)
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    else:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--plugin {name}: there is no such module; give a file as NAME.py")
+        importlib.import_module(name)
+
+
+def _line_of(error: Exception) -> str:
+    """Where an import failed, as 'FILE, line N': the innermost line of the plug-in itself."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    # Outside of it are this file and importlib.
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen ")]
+    frames = [f for f in frames if f.filename not in (__file__, importlib.__file__)]
+    inside = [f for f in frames if f.filename == frames[0].filename]
+    return f"{inside[-1].filename}, line {inside[-1].lineno}" if inside else "can't be imported"
 
 
 def list_keys(prefix: str = "") -> None:

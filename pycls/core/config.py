@@ -9,6 +9,7 @@ never run code) and then from KEY VALUE words; every mistake names the key and w
 import argparse
 import ast
 import copy
+import math
 import os
 import warnings
 from contextlib import contextmanager
@@ -235,8 +236,8 @@ def _validate_option(option, value) -> None:
         allowed = ", ".join(repr(c) for c in option.choices)
         raise UserError(f"{option.key}: {value!r} is not allowed{nearest(value, option.choices)}; allowed: {allowed}")
     for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, float) and number != number:
-            raise UserError(f"{option.key}: nan is not a number that can be used")
+        if isinstance(number, float) and not math.isfinite(number):
+            raise UserError(f"{option.key}: {number} is not a number that can be used")
         if isinstance(value, list) and isinstance(option.low, int) and type(number) is not int:
             raise UserError(f"{option.key}: {value} must hold whole numbers")
         if option.low is not None and number < option.low:

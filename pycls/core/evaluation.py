@@ -1,6 +1,7 @@
 """What a test leaves behind besides its error: an interval, logits, errors by class and a confusion matrix."""
 
 import csv
+import functools
 import io
 import math
 import os
@@ -41,6 +42,13 @@ def summary(stats: Dict) -> str:
     return f"{', '.join(texts)} on {stats['samples']} images, {stats['images_per_second']:.1f} images/s"
 
 
+@functools.cache
+def note_left_out(count: int, samples: int) -> None:
+    """Logs that `count` of `samples` pictures could not be read and count nowhere; of equal tests only once."""
+    if count:
+        logger.warning("Testing leaves out %d of %d pictures, which can't be read", count, samples)
+
+
 class NoOutputs:
     """Keeps nothing."""
 
@@ -63,10 +71,10 @@ class Outputs(NoOutputs):
         self.labels.append(labels.cpu())
 
     def gather(self, loader) -> Tuple[np.ndarray, np.ndarray]:
-        """(logits, labels) of all processes, in the order of the data set, padding left out."""
+        """(logits, labels) of all processes, in the order of the data set, but for what has no label."""
         labels = torch.cat(self.labels)
         real = labels >= 0
-        index = np.array([i for batch in loader.batch_sampler for i in batch if i >= 0])
+        index = np.array([i for batch in loader.batch_sampler for i in batch])[real.numpy()]
         parts = dist.gather_objects((index, torch.cat(self.logits)[real].numpy(), labels[real].numpy()))
         index, logits, labels = (np.concatenate(column) for column in zip(*parts))
         order = np.argsort(index)
@@ -104,6 +112,8 @@ def confusion_matrix(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def write_report(logits: np.ndarray, labels: np.ndarray, names: Sequence[str], out_dir: str) -> List[str]:
     """Writes per_class.csv (worst class first) and confusion.png; returns their paths."""
     counts = confusion_matrix(logits, labels)
+    # A folder's name may hold bytes that are no text; neither a font nor a CSV has anything to show for them.
+    names = [name.encode("utf-8", "backslashreplace").decode() for name in names]
     table, picture = os.path.join(out_dir, "per_class.csv"), os.path.join(out_dir, "confusion.png")
     with atomic_write(table) as f:
         f.write(_per_class(counts, names).encode())

@@ -90,7 +90,8 @@ def _file_handler(path: str) -> logging.Handler:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         _end_last_line(path)
-        return _LogFile(path, mode="a", encoding="utf-8")
+        # Names of files may hold bytes that are no text.
+        return _LogFile(path, mode="a", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"OUT_DIR: can't write {path}: {error.strerror}") from None
 

@@ -29,7 +29,7 @@ OPTIONS = (
     Option("MODEL.ACTIVATION_FUN", "relu", "activation of the conv nets", ("relu", "silu", "swish", "gelu")),
     Option("MODEL.ACTIVATION_INPLACE", True, "compute activations in place where possible"),
     Option("MODEL.SCALING_TYPE", "", "compound scaling: d, w, r, g weights as in d1_w8_g8_r1, or letters as in dwr"),
-    Option("MODEL.SCALING_FACTOR", 1.0, "flop factor of compound scaling (--mode scale)", low=0.0),
+    Option("MODEL.SCALING_FACTOR", 1.0, "flop factor of compound scaling (--mode scale)", low=0.01),
     # --------------------------------------------------------------------- vit
     Option("VIT.STEM_TYPE", "patchify", "patch embedding: one strided conv, or a stack of convs", ("patchify", "conv")),
     Option("VIT.PATCH_SIZE", 16, "side of a patch in pixels (patchify stem)", low=1),
@@ -85,7 +85,7 @@ OPTIONS = (
     Option("REGNET.WA", 5.0, "slope of the widths", low=0.0),
     Option("REGNET.WM", 2.5, "quantisation of the widths (above 1)"),
     Option("REGNET.GROUP_W", 16, "group width of the 3x3 conv", low=1),
-    Option("REGNET.BOT_MUL", 1.0, "bottleneck width over block width"),
+    Option("REGNET.BOT_MUL", 1.0, "bottleneck width over block width", low=0.01),
     Option("REGNET.SE_ON", False, "squeeze-and-excitation in each block (RegNetY)"),
     Option("REGNET.SE_R", 0.25, "squeeze width over block input width", low=0.0),
     Option("REGNET.HEAD_W", 0, "width of a 1x1 conv before pooling (0: none)", low=0),
@@ -141,8 +141,8 @@ OPTIONS = (
     Option("OPTIM.MOMENTUM", 0.9, "SGD momentum", low=0.0),
     Option("OPTIM.DAMPENING", 0.0, "SGD dampening", low=0.0),
     Option("OPTIM.NESTEROV", True, "SGD with Nesterov momentum"),
-    Option("OPTIM.BETA1", 0.9, "Adam: decay of the first moment", low=0.0, high=1.0),
-    Option("OPTIM.BETA2", 0.999, "Adam: decay of the second moment", low=0.0, high=1.0),
+    Option("OPTIM.BETA1", 0.9, "Adam: decay of the first moment", low=0.0, high=0.999999),
+    Option("OPTIM.BETA2", 0.999, "Adam: decay of the second moment", low=0.0, high=0.999999),
     Option("OPTIM.MTA", False, "multi-tensor (foreach) optimizer kernels"),
     Option("OPTIM.FUSED", False, "fused optimizer kernels; wins over MTA"),
     Option("OPTIM.GRAD_CLIP", 0.0, "largest global gradient norm (0: no clipping)", low=0.0),
@@ -216,7 +216,7 @@ OPTIONS = (
     Option(
         "DATA_LOADER.ON_BAD_IMAGE",
         "stop",
-        "an unreadable picture: stop the run, or use another one and warn",
+        "an unreadable picture: stop the run, or warn and train on the next one instead (testing leaves it out)",
         ("stop", "replace"),
     ),
     Option(
@@ -240,7 +240,7 @@ OPTIONS = (
     ),
     Option("HOST", "localhost", "accepted as in PyCls and not used: local processes meet on the loopback interface"),
     Option("PORT_RANGE", [10000, 65000], "accepted as in PyCls and not used: the system picks a free port"),
-    Option("RNG_SEED", 1, "seed of everything random", low=0),
+    Option("RNG_SEED", 1, "seed of everything random", low=0, high=2**63 - 1),
     Option(
         "CUDNN.BENCHMARK",
         True,

@@ -217,7 +217,9 @@ def test_epoch(loader, model, precision: Precision, meter: meters.TestMeter, epo
             if meter.due(iteration):
                 meter.flush()
                 meter.log_iter_stats(epoch, iteration)
-    return meter.log_epoch_stats(epoch)
+    stats = meter.log_epoch_stats(epoch)
+    evaluation.note_left_out(len(loader.dataset) - stats["samples"], len(loader.dataset))
+    return stats
 
 
 def test_model() -> None:
@@ -260,4 +262,5 @@ def write_run_files(class_names) -> None:
     config.dump_cfg()
     if class_names is not None:
         with atomic_write(os.path.join(cfg.OUT_DIR, "classes.json")) as f:
-            f.write(json.dumps(list(class_names), indent=1, ensure_ascii=False).encode())
+            # What a folder's name holds besides UTF-8 becomes JSON's own escapes, which read back to the same name.
+            f.write(json.dumps(list(class_names), indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace"))

@@ -39,12 +39,16 @@ class ImageDataset(Dataset):
         """What the config's testing does to any picture, for prediction and export."""
         raise NotImplementedError
 
+    def sample(self, index: int, rng: np.random.Generator) -> Tuple:
+        """Sample `index` as `load` gives it, and its label; one that no statistic shall count has the label -1."""
+        return self.load(index, rng), int(self.labels[index])
+
     def __getitem__(self, key: Key) -> Tuple:
         index, seed = key if isinstance(key, tuple) else (key, None)
-        image = self.load(index, np.random.default_rng(seed))
+        image, label = self.sample(index, np.random.default_rng(seed))
         if isinstance(image, tuple):
-            return (*map(np.ascontiguousarray, image), int(self.labels[index]))
-        return np.ascontiguousarray(image, dtype=np.float32), int(self.labels[index])
+            return (*map(np.ascontiguousarray, image), label)
+        return np.ascontiguousarray(image, dtype=np.float32), label
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -16,9 +16,14 @@ from pycls.core.errors import UserError
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is none of the user's pictures, whatever it holds: .DS_Store, .ipynb_checkpoints."""
+    return name.startswith(".")
+
+
 def is_picture(name: str) -> bool:
     """Whether a file counts as a picture: a known ending, and not hidden."""
-    return name.lower().endswith(ENDINGS) and not name.startswith(".")
+    return name.lower().endswith(ENDINGS) and not is_hidden(name)
 
 
 def decode_image(source: Union[str, bytes], decoder: str = "opencv") -> np.ndarray:
@@ -31,19 +36,28 @@ def decode_image(source: Union[str, bytes], decoder: str = "opencv") -> np.ndarr
     Raises:
         UserError: it can't be read; names the file.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     name = source if isinstance(source, str) else "picture"
     try:
         data = _read(source) if isinstance(source, str) else source
+        if not data:
+            raise OSError("the file is empty")
         image = _decode_jpeg(data) if decoder == "opencv" and data[:3] == b"\xff\xd8\xff" else None
         return image if image is not None else _decode_any(data)
+    except UnidentifiedImageError:
+        # Pillow would name the buffer.
+        raise UserError(f"{name}: can't be read as a picture: its content is of no known kind") from None
     except (OSError, Image.DecompressionBombError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = getattr(error, "strerror", None) or _first_line(error)
         raise UserError(f"{name}: can't be read as a picture: {reason}") from None
     except (ValueError, SyntaxError, EOFError, MemoryError) as error:
         # What Pillow raises for files that start well and then break the format's rules.
-        raise UserError(f"{name}: is damaged: {type(error).__name__}: {error}") from None
+        raise UserError(f"{name}: is damaged: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _read(path: str) -> bytes:

@@ -8,17 +8,22 @@ order of their names sorted as text, once for all splits, from the training spli
 import os
 import re
 import warnings
+from collections import Counter
 from functools import partial
+from itertools import chain
 from typing import Dict, Iterator, List, Tuple
 
 import numpy as np
 
 from pycls.core.config import cfg
 from pycls.core.errors import UserError, nearest
+from pycls.core.logging import get_logger
 from pycls.datasets import transforms
 from pycls.datasets.augment import make_augment
 from pycls.datasets.base import ImageDataset, Preparation
-from pycls.datasets.decode import ENDINGS, decode_image, is_picture
+from pycls.datasets.decode import ENDINGS, decode_image, is_hidden, is_picture
+
+logger = get_logger(__name__)
 
 
 class ImageFolder(ImageDataset):
@@ -45,7 +50,14 @@ class ImageFolder(ImageDataset):
         encoded = [name.encode("utf-8", "surrogateescape") for _, name in rows]
         self._names = np.frombuffer(b"".join(encoded), dtype=np.uint8)
         self._ends = np.cumsum([len(name) for name in encoded])
+        self._name_missing_classes()
         self._read_config(train=split == cfg.TRAIN.SPLIT)
+
+    def _name_missing_classes(self) -> None:
+        missing = np.setdiff1d(np.arange(len(self.class_names)), self.labels)
+        if len(missing):
+            logger.warning("%s, split %r: no pictures of %d of %d classes: %s", self.path, self.split, len(missing),
+                           len(self.class_names), _list([self.class_names[i] for i in missing]))  # fmt: skip
 
     def _read_config(self, train: bool) -> None:
         self.train = train
@@ -75,7 +87,7 @@ class ImageFolder(ImageDataset):
         return os.path.join(self.path, name)
 
     def load(self, index: int, rng: np.random.Generator):
-        image = self._decode(index)
+        image = decode_image(self.file(index), self.decoder)
         if self.pixels == "uint8":
             return self._load_bytes(image, rng)
         if not self.train:
@@ -96,24 +108,29 @@ class ImageFolder(ImageDataset):
         image = self.augment(image[:, :, ::-1], rng)[:, :, ::-1]
         return transforms.normalize_later(image, transforms.lighting_shift(self.pca_std, rng), self.order)
 
-    def _decode(self, index: int) -> np.ndarray:
-        """Decodes a picture, or with ON_BAD_IMAGE replace the next one that can be read."""
-        for tries in range(len(self)):
-            path = self.file((index + tries) % len(self))
+    def sample(self, index: int, rng: np.random.Generator):
+        """As that of any data set; with ON_BAD_IMAGE replace, training gets the next picture that can be read in the
+        place of one that can't, with its own label, and testing gets it with the label -1: only the shape is used."""
+        for other in chain(range(index, len(self)), range(index)):
             try:
-                return decode_image(path, self.decoder)
+                image, label = super().sample(other, rng)
+                return image, label if self.train or other == index else -1
             except UserError as error:
-                if self.on_bad_image == "stop":
-                    raise UserError(f"{error}; DATA_LOADER.ON_BAD_IMAGE replace would go on with another one") from None
-                if path not in self._warned:
-                    self._warned.add(path)
-                    warnings.warn(f"{error}; another picture takes its place", stacklevel=2)
+                self._bad_picture(other, error)
         raise UserError(f"{self.path}: no picture of split {self.split!r} can be read")
+
+    def _bad_picture(self, index: int, error: UserError) -> None:
+        """Stops at a picture that can't be read, or warns of it once."""
+        if self.on_bad_image == "stop":
+            raise UserError(f"{error}; DATA_LOADER.ON_BAD_IMAGE replace would go on without it") from None
+        if index not in self._warned:
+            self._warned.add(index)
+            warnings.warn(f"{error}; {'another picture takes its place' if self.train else 'left out'}", stacklevel=2)
 
     # ----------------------------------------------------------------------- files
 
     def _from_folders(self, root: str, split: str) -> Tuple[List[str], List[Tuple[int, str]]]:
-        splits = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+        splits = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not is_hidden(entry.name))
         if split not in splits:
             raise UserError(
                 f"{root}: there is no split folder {split!r}{nearest(split, splits)}; it has {_list(splits)}"
@@ -127,7 +144,12 @@ class ImageFolder(ImageDataset):
         else:
             names = own
         number = {name: i for i, name in enumerate(names)}
-        rows = [(number[c], f) for c in own for f in _pictures(root, os.path.join(split, c))]
+        left_out: Counter = Counter()
+        rows = [(number[c], f) for c in own for f in _pictures(root, os.path.join(split, c), left_out)]
+        if left_out:
+            kinds = _list([f"{count} {ending}" for ending, count in left_out.most_common()])
+            logger.warning("%s: %d files left out because of their endings: %s",
+                           os.path.join(root, split), left_out.total(), kinds)  # fmt: skip
         empty = sorted(set(own) - {names[label] for label, _ in rows}) if split == cfg.TRAIN.SPLIT else []
         if not rows or empty:
             where = os.path.join(root, split, *empty[:1])
@@ -136,7 +158,7 @@ class ImageFolder(ImageDataset):
 
     def _classes(self, root: str, split: str) -> List[str]:
         folder = os.path.join(root, split)
-        found = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
+        found = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not is_hidden(e.name))
         good = [name for name in found if re.fullmatch(self.class_pattern, name)]
         bad = sorted(set(found) - set(good))
         if not good:
@@ -147,11 +169,13 @@ class ImageFolder(ImageDataset):
         return good
 
 
-def _pictures(root: str, folder: str) -> Iterator[str]:
-    """Paths, relative to `root`, of the pictures in a folder, sorted."""
+def _pictures(root: str, folder: str, left_out: Counter) -> Iterator[str]:
+    """Paths, relative to `root`, of the pictures in a folder, sorted. `left_out` counts the endings of the others."""
     for name in sorted(entry.name for entry in os.scandir(os.path.join(root, folder)) if entry.is_file()):
         if is_picture(name):
             yield os.path.join(folder, name)
+        elif not is_hidden(name):
+            left_out[os.path.splitext(name)[1].lower() or "without ending"] += 1
 
 
 def _from_split_file(root: str, split: str, split_file: str) -> Tuple[List[str], List[Tuple[int, str]]]:

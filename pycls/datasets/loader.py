@@ -52,6 +52,22 @@ def register_dataset(name: str, ctor: Callable[[str, str], Dataset]) -> None:
     _DATASETS[name] = ctor
 
 
+def check_keys(*keys: str) -> None:
+    """Checks what needs no data: the loader's mode, and that there are data sets of the names in these config keys.
+
+    Raises:
+        UserError: names the key.
+    """
+    _refuse_ffcv()
+    for key in keys:
+        look_up(_DATASETS, cfg[key.split(".")[0]].DATASET, key)
+
+
+def _refuse_ffcv() -> None:
+    if cfg.DATA_LOADER.MODE == "ffcv":
+        raise UserError("DATA_LOADER.MODE: ffcv is not available; set DATA_LOADER.MODE pytorch")
+
+
 def construct_dataset(name: str, split: str, key: str) -> Dataset:
     """Builds the data set that the config key `key` names.
 
@@ -265,8 +281,7 @@ class _Loader(DataLoader):
 
 def _construct_loader(dataset: Dataset, sampler) -> DataLoader:
     d = cfg.DATA_LOADER
-    if d.MODE == "ffcv":
-        raise UserError("DATA_LOADER.MODE: ffcv is not available; set DATA_LOADER.MODE pytorch")
+    _refuse_ffcv()
     workers = {}
     if d.NUM_WORKERS:
         # In a rank, which was spawned, Python's default would be spawn; the platform's own is faster.

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pycls.core.config import cfg
+from pycls.core.errors import UserError
 from pycls.models.layers import Act, Chain, Conv, GlobalPool, Linear, MaxPool, Norm2d, Patchify, Scaled, Spec
 from pycls.models.layers import List as Listed
 
@@ -38,6 +39,8 @@ class SE(nn.Sequential):
 
 def squeeze_excite(w_in: int, w_se: int) -> Scaled:
     """Spec of SE on `w_in` channels, squeezed to `w_se`."""
+    if w_se < 1:
+        raise UserError("SE_R (of REGNET, ANYNET or EN): squeeze-and-excitation is left without channels; raise SE_R")
     excite = Listed(Conv(w_in, w_se, 1, bias=True), Act(), Conv(w_se, w_in, 1, bias=True), Act("sigmoid"))
     return Scaled(SE, avg_pool=GlobalPool(), f_ex=excite)
 
@@ -126,7 +129,8 @@ class ConvNet(nn.Sequential):
 def adjust_block_compatibility(ws, bs, gs) -> Tuple[List[int], List[float], List[int]]:
     """Makes widths, bottleneck multipliers and group widths go together (RegNet, arXiv 2003.13678, as PyCls)."""
     assert len(ws) == len(bs) == len(gs) and all(w > 0 and b > 0 and g > 0 for w, b, g in zip(ws, bs, gs))
-    assert all(b < 1 or b % 1 == 0 for b in bs)
+    if not all(b < 1 or b % 1 == 0 for b in bs):
+        raise UserError(f"REGNET.BOT_MUL (or ANYNET.BOT_MULS): {max(bs)} must be a whole number or below 1")
     vs = [int(max(1, w * b)) for w, b in zip(ws, bs)]
     gs = [int(min(g, v)) for g, v in zip(gs, vs)]
     ms = [int(np.lcm(g, int(b))) if b > 1 else g for g, b in zip(gs, bs)]

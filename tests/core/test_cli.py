@@ -37,7 +37,8 @@ MISTAKES = {
     "missing config": (("--mode", "train", "--cfg", "{tmp}/none.yaml"), "none.yaml"),
     "folder as config": (("--mode", "train", "--cfg", "{tmp}"), "can't be read"),
     "unknown flag": (("--mdoe", "train"), "--help"),
-    "flag after overrides": ((*TRAIN, "--mode", "test"), "unknown key --mode"),
+    "flag after overrides": ((*TRAIN, "--mode", "test"), "--mode comes too late: flags go before the KEY VALUE words"),
+    "config after overrides": (("--mode", "info", "OUT_DIR", "{out}", "--cfg", "{cfg}"), "--cfg comes too late"),
     "unknown key": ((*TRAIN, "OPTIM.LR", "1"), "unknown key OPTIM.LR"),
     "odd words": ((*TRAIN, "NUM_GPUS"), "has no value"),
     "KEY=VALUE": ((*TRAIN, "NUM_GPUS=1", "OPTIM.BASE_LR"), "KEY VALUE"),
@@ -73,6 +74,9 @@ MISTAKES = {
     "fairscale": ((*INFO, "NUM_GPUS", "2", "FSDP.ENABLED", "True", "FSDP.BACKEND", "fairscale"), "FSDP.BACKEND"),
     "ffcv": ((*TRAIN, "DATA_LOADER.MODE", "ffcv"), "DATA_LOADER.MODE"),
 }
+# What the config alone tells: no output folder is made for it.
+TOLD_FIRST = {"unknown model", "unknown loss", "unknown data set", "image and patch", "heads and width",
+              "conv stem lists", "weights missing", "test weights missing", "ffcv"}  # fmt: skip
 needs_no_gpu = {"no cuda", "too many processes", "fairscale"}
 
 
@@ -85,6 +89,25 @@ def test_a_mistake_gives_one_line_and_exit_code_2(command, name):
     lines = [line for line in output.err.splitlines() if not line.startswith("pycls: warning:")]
     assert code == 2, output
     assert len(lines) == 1 and lines[0].startswith("pycls: error: ") and message in lines[0]
+
+
+@pytest.mark.parametrize("name", sorted(TOLD_FIRST))
+def test_what_the_config_tells_leaves_nothing_behind(command, tmp_path, name):
+    code, output = command(*MISTAKES[name][0])
+    assert code == 2 and not output.out and not (tmp_path / "out").exists()
+
+
+def test_a_run_goes_on_without_the_weights_that_it_started_from(command, tmp_path):
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoints" / "model_epoch_0001.pyth").write_bytes(b"")
+    _, output = command(*MISTAKES["weights missing"][0], "TRAIN.BATCH_SIZE", "4096")
+    assert "4096" in output.err and "none.pyth" not in output.err
+
+
+@pytest.mark.parametrize("words", [("MODEL.LOSS_FUN", "of_a_plug_in"), ("TRAIN.DATASET", "of_a_plug_in")])
+def test_testing_does_without_what_only_training_needs(command, tiny_run, words):
+    code, output = command(*TEST, "TEST.WEIGHTS", "{cfg}", *words)
+    assert code == 2 and "tiny.yaml" in output.err and "of_a_plug_in" not in output.err
 
 
 def test_sharding_is_refused_where_this_pytorch_cannot(command, monkeypatch):
@@ -109,6 +132,25 @@ def test_keys_are_listed_with_type_default_and_meaning(command):
     code, output = command("--list-keys", "OPTIM.BASE")
     assert code == 0
     assert output.out.startswith("OPTIM.BASE_LR (float, default 0.1)\n    learning rate")
+
+
+BROKEN_PLUGINS = {
+    "import": ("x = 1\nimport no_such_package\n", "line 2: ModuleNotFoundError: No module named 'no_such_package'"),
+    "syntax": ("x = 1\n\nclass A(\n", "line 3: SyntaxError: "),
+    "exception": ("def f():\n    return 1 / 0\n\nf()\n", "line 2: ZeroDivisionError: division by zero"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_PLUGINS)
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_plug_in_that_cannot_be_imported_is_named_with_its_line(command, tmp_path, monkeypatch, name, as_module):
+    text, message = BROKEN_PLUGINS[name]
+    (tmp_path / f"broken_{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = f"broken_{name}" if as_module else "{tmp}/" + f"broken_{name}.py"
+    code, output = command("--mode", "info", "--plugin", plugin, "--cfg", "{cfg}")
+    (line,) = output.err.splitlines()
+    assert code == 2 and f"/broken_{name}.py, {message}" in line
 
 
 def test_help_explains_every_mode(run_tool):

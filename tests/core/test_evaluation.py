@@ -1,6 +1,7 @@
 """Intervals, logits in order for any number of processes, errors by class."""
 
 import csv
+import os
 
 import numpy as np
 import pytest
@@ -29,6 +30,12 @@ def test_report_names_the_worst_class_and_what_it_is_taken_for(tmp_path):
         assert min(image.size) > 300
 
 
+def test_a_report_shows_names_that_are_no_text(tmp_path):
+    table, _ = evaluation.write_report(np.eye(2), np.array([1, 0]), ["a", os.fsdecode(b"c\xff")], str(tmp_path))
+    with open(table, encoding="utf-8") as f:
+        assert {row["class"] for row in csv.DictReader(f)} == {"a", r"c\udcff"}
+
+
 @pytest.fixture
 def weights(tiny_run, tmp_path):
     """Random weights of the tiny run's model."""
@@ -40,6 +47,21 @@ def weights(tiny_run, tmp_path):
     torch.save(model.state_dict(), tmp_path / "w.pth")
     config.reset_cfg()
     return tmp_path / "w.pth"
+
+
+def test_a_picture_that_cannot_be_read_counts_nowhere(run_tool, tiny_run, tmp_path, weights):
+    for name in "0123456789":
+        (tmp_path / "pictures" / "val" / name).mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(tmp_path / "pictures" / "val" / name / "a.png")
+    (tmp_path / "pictures" / "val" / "3" / "b.png").write_bytes(b"broken")
+    done = run_tool("run_net.py", "--mode", "test", "--cfg", tiny_run, "OUT_DIR", tmp_path / "out",
+                    "TEST.WEIGHTS", weights, "TEST.DATASET", "imagefolder", "NUM_GPUS", 2,
+                    "DATA_LOADER.DATA_DIR", tmp_path / "pictures",
+                    "DATA_LOADER.ON_BAD_IMAGE", "replace", "TEST.SAVE_LOGITS", "True")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert np.load(tmp_path / "out" / "logits.npz")["labels"].tolist() == list(range(10))
+    assert "on 10 images" in done.stdout
+    assert done.stdout.count("Testing leaves out 1 of 11 pictures, which can't be read") == 1
 
 
 def test_logits_are_the_same_for_any_number_of_processes_and_batch(run_tool, tiny_run, tmp_path, weights):

@@ -31,6 +31,12 @@ def test_a_run_is_drawn_beside_its_log(tmp_path):
     assert len(np.unique(image.reshape(-1, 3), axis=0)) > 20
 
 
+def test_a_name_of_another_kind_of_file_is_refused(run_tool, tmp_path):
+    done = run_tool("plot_log.py", write_log(tmp_path / "run"), "-o", "curves.pdf")
+    assert done.returncode == 2 and "curves.pdf must end with .png" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "curves.pdf").exists()
+
+
 def test_other_numbers_give_another_picture(tmp_path):
     a, b = (plotting.plot_run(write_log(tmp_path / name, error=error)) for name, error in (("a", 50.0), ("b", 30.0)))
     assert not np.array_equal(pixels(a), pixels(b))

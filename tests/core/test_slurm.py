@@ -195,8 +195,8 @@ def _children(pid):
 
 def test_a_job_on_this_machine_passes_its_exit_code_on(run_tool, tiny_run, tmp_path):
     done = run_tool("run_net.py", "--mode", "train", "--cfg", tiny_run, "OUT_DIR", tmp_path / "out", "LAUNCH.MODE",
-                    "submitit_local", "TRAIN.WEIGHTS", "none.pyth")  # fmt: skip
-    assert done.returncode == 2 and "pycls: error: none.pyth" in done.stdout
+                    "submitit_local", "TRAIN.BATCH_SIZE", 4096)  # fmt: skip
+    assert done.returncode == 2 and "pycls: error: TRAIN.BATCH_SIZE" in done.stdout
 
 
 def test_a_job_is_handed_back_unchanged_and_only_as_often_as_allowed(fresh_cfg):

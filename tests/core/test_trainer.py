@@ -218,6 +218,13 @@ def test_renamed_class_folders_are_neither_tested_nor_trained_on(train, three_fo
     assert (out_dir / "classes.json").read_text() == names
 
 
+def test_class_names_that_are_no_text_read_back_the_same(fresh_cfg, tmp_path):
+    fresh_cfg.OUT_DIR = str(tmp_path)
+    names = [os.fsdecode(b"c\xff"), "d\u00e9", "\u732b"]
+    trainer.write_run_files(names)
+    assert json.loads((tmp_path / "classes.json").read_text(encoding="utf-8")) == names
+
+
 def test_the_documented_plug_in_trains(train):
     plugin = os.path.join(ROOT, "docs", "examples", "plugin.py")
     words = ("MODEL.TYPE", "patch_mlp", "MODEL.LOSS_FUN", "focal", "PATCH_MLP.WIDTH", 8, "NUM_GPUS", 2)

@@ -88,18 +88,23 @@ def test_sixteen_bit_ramps_keep_their_levels(tmp_path, ending):
     assert decoded[0, 0, 0] == 0 and decoded[0, -1, 0] == 255 and abs(int(decoded[0, 256, 0]) - 128) <= 1
 
 
-BAD_FILES = {"text": b"hello", "empty": b"", "cut": None}
+BAD_FILES = {
+    "text": (b"<!DOCTYPE html>", "its content is of no known kind"),
+    "empty": (b"", "the file is empty"),
+    "cut": (None, "can't be read as a picture"),
+}
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)
 def test_unreadable_files_are_named(tmp_path, kind):
-    data = BAD_FILES[kind]
+    data, message = BAD_FILES[kind]
     if data is None:
         with open(saved(tmp_path, Image.fromarray(scene(400, 400)), "whole.png"), "rb") as f:
             data = f.read()[:600]
     (tmp_path / "bad.png").write_bytes(data)
-    with pytest.raises(UserError, match="bad.png"):
+    with pytest.raises(UserError) as error:
         decode_image(str(tmp_path / "bad.png"))
+    assert "bad.png: " in str(error.value) and message in str(error.value) and "<_io" not in str(error.value)
 
 
 @pytest.mark.parametrize("decoder", ["opencv", "pillow"])
@@ -181,6 +186,16 @@ def test_a_class_that_testing_lacks_shifts_nobody(tree):
     assert ImageFolder(root, "val").labels.tolist() == [2]
 
 
+def test_a_class_without_pictures_in_a_split_is_named(tree, caplog):
+    ImageFolder(tree("train/a/1.png", "train/b/1.png", "train/c/1.png", "val/c/1.png"), "val")
+    assert "split 'val': no pictures of 2 of 3 classes: a, b" in caplog.text
+
+
+def test_files_left_out_because_of_their_ending_are_counted(tree, caplog):
+    ImageFolder(tree("train/a/1.png", "train/a/2.gif", "train/b/1.png", "train/b/3.GIF", "train/b/.hidden"), "train")
+    assert "2 files left out because of their endings: 2 .gif" in caplog.text
+
+
 def test_a_class_that_only_testing_has_is_named(tree):
     root = tree("train/a/1.png", "val/a/1.png", "val/zebra/1.png")
     with pytest.raises(UserError, match="zebra"):
@@ -229,6 +244,30 @@ def test_an_unreadable_picture_stops_or_is_replaced(tree, fresh_cfg, tmp_path):
     with pytest.warns(UserWarning, match="another picture takes its place"):
         image, _ = dataset[(0, (1,))]
     assert np.array_equal(image, dataset[(0, (1,))][0])
+
+
+@pytest.fixture
+def broken_last(tree, fresh_cfg, tmp_path):
+    """A data set of two classes for each split; the last picture of the first class can't be read."""
+    fresh_cfg.DATA_LOADER.ON_BAD_IMAGE = "replace"
+    root = tree(*(f"{split}/{name}.png" for split in ("train", "val") for name in ("a/1", "a/2", "b/1")))
+    for split in ("train", "val"):
+        (tmp_path / split / "a" / "2.png").write_bytes(b"broken")
+        cv2.imwrite(str(tmp_path / split / "b" / "1.png"), 255 - scene())
+    return lambda split: ImageFolder(root, split)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_picture_that_replaces_another_one_brings_its_own_label(broken_last):
+    dataset = broken_last("train")
+    image, label = dataset[(1, (7,))]
+    assert label == 1 and np.array_equal(image, dataset[(2, (7,))][0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_picture_that_testing_cannot_read_has_the_label_that_nothing_counts(broken_last):
+    dataset = broken_last("val")
+    assert [dataset[i][1] for i in range(3)] == [0, -1, 1]
 
 
 def test_data_sets_pickle_and_hold_their_files_in_flat_arrays(tree):

@@ -69,6 +69,7 @@ MISTAKES = {
     "nodes": (["--gpu", "h100", "--nodes", "0"], "--nodes: 0 is too small"),
     "both": (["--gpu", "h100", "--nodes", "1", "--gpus", "8"], "give one of them"),
     "json": (["--gpu", "h100", "--json", "nowhere/plan.json"], "nowhere/plan.json: can't be written"),
+    "picture": (["--gpu", "h100", "--plot", "plan.pdf"], "plan.pdf must end with .png"),
     "timing": (["--gpu", "h100", "--calibrate", "none.json"], "none.json: can't be read"),
 }
 

@@ -3,6 +3,10 @@
 import csv
 import io
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import cv2
 import numpy as np
@@ -11,6 +15,8 @@ import torch
 from sklearn.datasets import load_digits
 
 from pycls.core import builders, config
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +82,48 @@ def test_classes_without_a_name_go_by_their_number(run_tool, trained):
     assert done.returncode == 0 and done.stdout.split("\t")[1].startswith("1 ")
 
 
+def test_class_names_that_are_no_text_read_back_the_same(run_tool, trained):
+    content = torch.load(trained / "model.pyth", weights_only=True)
+    names = [os.fsdecode(b"c\xff"), "d\u00e9"]
+    torch.save({**content, "class_names": names}, trained / "no_text.pyth")
+    picture = trained / "pictures" / "a_red.png"
+    done = run_tool("predict.py", trained / "no_text.pyth", picture, "--format", "json", PYTHONIOENCODING="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert [c["class"] for c in json.loads(done.stdout)[0]["classes"]] == names
+
+
+@pytest.mark.parametrize("form", ["text", "json", "csv"])
+def test_a_picture_that_cannot_be_read_is_named_and_the_others_are_predicted(run_tool, trained, tmp_path, form):
+    shutil.copytree(trained / "pictures", tmp_path / "some")
+    (tmp_path / "some" / "b_broken.png").write_bytes(b"")
+    done = run_tool("predict.py", trained / "model.pyth", tmp_path / "some", "--format", form)
+    assert done.returncode == 1
+    assert [name in done.stdout for name in ("a_red", "b_green", "b_broken", "c_red")] == [True, True, False, True]
+    (line,) = done.stderr.splitlines()
+    assert "b_broken.png: can't be read as a picture: the file is empty; left out" in line
+
+
+def test_hidden_folders_are_left_out_as_in_training(run_tool, trained, tmp_path):
+    for folder in (".ipynb_checkpoints", "shown"):
+        shutil.copytree(trained / "pictures" / "deep", tmp_path / "some" / folder)
+    done = run_tool("predict.py", trained / "model.pyth", tmp_path / "some")
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == [str(tmp_path / "some/shown/b_green.JPG")]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_cannot_be_written_is_one_line(trained, unbuffered):
+    command = [sys.executable, os.path.join(ROOT, "tools", "predict.py"), trained / "model.pyth", trained / "pictures"]
+    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=variables)
+    assert done.returncode == 2
+    assert done.stderr == "pycls: error: standard output can't be written: No space left on device\n"
+
+
 MISTAKES = {
     "no picture": (["{d}/model.pyth", "{d}/none.png"], "there is no such file"),
     "empty folder": (["{d}/model.pyth", "{d}/empty"], "holds no pictures"),
-    "not a picture": (["{d}/model.pyth", "{d}/config.yaml"], "can't be read as a picture"),
     "format": (["{d}/model.pyth", "{d}/pictures", "--format", "xml"], "--format"),
     "top": (["{d}/model.pyth", "{d}/pictures", "--top", "0"], "--top"),
     "no weights": (["{d}/none.pyth", "{d}/pictures"], "no such checkpoint"),
