@@ -11,6 +11,15 @@ from pycls.core import config
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+# Files that take minutes start first: else one worker would be left with them while the other has nothing to do.
+_LONGEST = ["test_parallel", "test_slurm", "test_trainer", "test_faults", "test_kill", "test_dev_scripts", "test_ladder"]
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the files of _LONGEST first and leaves the others as they are."""
+    items.sort(key=lambda item: _LONGEST.index(item.path.stem) if item.path.stem in _LONGEST else len(_LONGEST))
+
+
 @pytest.fixture
 def fresh_cfg():
     """The global config at its defaults, restored afterwards."""
