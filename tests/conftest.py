@@ -12,7 +12,15 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 # Files that take minutes start first: else one worker would be left with them while the other has nothing to do.
-_LONGEST = ["test_parallel", "test_slurm", "test_trainer", "test_faults", "test_kill", "test_dev_scripts", "test_ladder"]
+_LONGEST = [
+    "test_parallel",
+    "test_slurm",
+    "test_trainer",
+    "test_faults",
+    "test_kill",
+    "test_dev_scripts",
+    "test_ladder",
+]
 
 
 def pytest_collection_modifyitems(items):

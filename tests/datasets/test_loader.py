@@ -298,5 +298,5 @@ def test_a_plain_data_set_of_a_plug_in_brings_the_same_samples_in_any_worker(tmp
 
     alone = losses("fork", 0)
     assert len(alone) == 2
-    for method in ("fork", "spawn", "forkserver"):
-        assert losses(method, 2) == alone, method
+    for method in ("spawn", "forkserver"):
+        assert losses(method, 1) == alone, method
