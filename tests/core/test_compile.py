@@ -84,6 +84,15 @@ def test_other_drop_rates_are_no_reason_to_compile_again(compiler, checkpoint):
     assert compiler["stats"]["unique_graphs"] == 2 and not compiler["graph_break"]
 
 
+@pytest.mark.parametrize("checkpoint", ["block", "selective"])
+def test_what_is_computed_again_drops_the_same_samples(compiler, checkpoint):
+    words = ("VIT.DROP_PATH", 0.5, "COMPILE.ENABLED", True, "ACT_CHECKPOINT")
+    kept = gradients("fp32", *words, "none")
+    again = gradients("fp32", *words, checkpoint)
+    for name, value in kept.items():
+        assert torch.allclose(again[name], value, atol=1e-5), name
+
+
 def test_each_batch_of_a_sweep_is_compiled_as_a_run_with_it_would_be(fresh_cfg, monkeypatch):
     sizes = []
 
