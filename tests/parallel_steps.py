@@ -4,6 +4,7 @@ import contextlib
 import copy
 from typing import Dict, Tuple
 
+import pytest
 import torch
 
 from pycls.core import builders, config, net, trainer
@@ -26,12 +27,11 @@ class Stream:
         """Nothing is pending."""
 
 
-def stand_in_for_streams() -> None:
-    """Lets FairScale run on the CPU, where its streams have no counterpart."""
+@contextlib.contextmanager
+def stand_in_for_streams():
+    """Lets FairScale run on the CPU, where its streams have no counterpart, until the context ends."""
     from fairscale.nn import FullyShardedDataParallel
 
-    if FairScaleSharded.bucket_cap_mb == 0:
-        return
     stream, set_up = Stream(), FullyShardedDataParallel._setup_streams
 
     def set_up_with_stand_in(self):
@@ -40,21 +40,22 @@ def stand_in_for_streams() -> None:
             # Shared with the modules below.
             self._streams.update(dict.fromkeys(("fp32_to_fp16", "all_gather", "post_backward"), stream))
 
-    FullyShardedDataParallel._setup_streams = set_up_with_stand_in
-    torch.cuda.Stream = lambda *args, **kwargs: stream
-    torch.cuda.current_stream = lambda *args: stream
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
-    torch.Tensor.record_stream = lambda tensor, stream: None
-    FairScaleSharded.check = staticmethod(lambda: None)
-    # Its buckets keep gradients back on a stream of their own.
-    FairScaleSharded.bucket_cap_mb = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FullyShardedDataParallel, "_setup_streams", set_up_with_stand_in)
+        patch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: stream)
+        patch.setattr(torch.cuda, "current_stream", lambda *args: stream)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        patch.setattr(FairScaleSharded, "check", staticmethod(lambda: None))
+        # Its buckets keep gradients back on a stream of their own.
+        patch.setattr(FairScaleSharded, "bucket_cap_mb", 0)
+        yield
 
 
 def new_run(text: str) -> Run:
     """A run by a config, as `trainer` prepares it."""
     config.reset_cfg()
     cfg.merge_from_text(text, "test")
-    stand_in_for_streams()
     trainer.seed_generators(cfg.RNG_SEED)
     precision = Precision()
     return Run(trainer.setup_model(precision, with_ema=True), precision, STEPS, 1)
@@ -75,6 +76,7 @@ def train_steps(run: Run, steps: int = STEPS, start: int = 0):
     return torch.stack(losses)
 
 
+@stand_in_for_streams()
 def record(path, texts: Dict[str, str], saves: Dict[str, str], loads: Dict[str, Tuple[str, str]], large: str) -> None:
     """One group of processes does it all, as starting one takes longest. Writes results by name to `path`.
 
