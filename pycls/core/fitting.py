@@ -76,7 +76,13 @@ def better_state(checkpoint: Dict, path: str = "checkpoint", known: Iterable[str
 def _adapted(model: nn.Module, state: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
     """Lets the model adapt weights of another image size (position embeddings), if it knows how."""
     adapt = getattr(model, "adapt_state_dict", None)
-    return adapt(state) if adapt else state
+    adapted = adapt(state) if adapt else state
+    for name in adapted.keys() & state.keys():
+        if adapted[name].shape != state[name].shape:
+            logger.info(
+                "Resized for this image size: %s from %s to %s", name, *(tuple(s[name].shape) for s in (state, adapted))
+            )
+    return adapted
 
 
 def _mismatch(own: Tensors, state: Dict[str, torch.Tensor]) -> List[str]:

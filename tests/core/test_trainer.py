@@ -197,6 +197,7 @@ def test_fine_tuning_on_other_classes_and_size(train, three_folders, tmp_path):
     words += ["TRAIN.WEIGHTS", source / "model.pyth", "NUM_GPUS", 2, "DATA_LOADER.PIXELS", "uint8"]
     out_dir, done = train("tuned", *ONE, *words, flags=("--plugin", tmp_path / "once.py"))
     assert "head.head_fc.weight (10, 16) in the file, (3, 16) in the model" in done.stdout
+    assert "Resized for this image size: pos_embedding from (17, 1, 16) to (65, 1, 16)" in done.stdout
     assert weights(out_dir)["pos_embedding"].shape[0] == 65
     assert json.loads((out_dir / "classes.json").read_text()) == ["digit 0", "digit 1", "digit 2"]
     checkpoint = torch.load(out_dir / "model.pyth", weights_only=True)
