@@ -23,6 +23,7 @@ from torch import distributed as torch_dist
 from pycls.core import distributed as dist
 from pycls.core.errors import UserError
 from pycls.core.io import atomic_write, sync_folder
+from pycls.core.unpickling import CheckedUnpickler
 
 SUFFIX = ".shards"
 _PLAIN = "run.pyth"
@@ -220,7 +221,7 @@ def _explained(path: str) -> Iterator[None]:
         raise UserError(f"{path}: can't be read: {_reason(error)}") from None
 
 
-class _DescriptionsOnly(pickle.Unpickler):
+class _DescriptionsOnly(CheckedUnpickler):
     """Reads DCP's own descriptions of tensors and files; anything else in a pickle is refused unread."""
 
     _ALLOWED = {("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout")}
@@ -245,7 +246,7 @@ def _metadata(path: str):
     """
     try:
         with open(os.path.join(path, _METADATA), "rb") as f:
-            return _DescriptionsOnly(f).load()
+            return _DescriptionsOnly(f.read()).load()
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror}") from None
     except Exception as error:  # noqa: BLE001 - a pickle cut short fails in any way

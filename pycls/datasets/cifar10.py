@@ -1,6 +1,5 @@
 """CIFAR-10 as its authors publish it: python batches of 32 x 32 pictures (Krizhevsky 2009)."""
 
-import io
 import os
 import pickle
 from functools import partial
@@ -9,6 +8,7 @@ import numpy as np
 
 from pycls.core.config import cfg
 from pycls.core.errors import UserError
+from pycls.core.unpickling import CheckedUnpickler
 from pycls.datasets import transforms
 from pycls.datasets.base import ImageDataset, Preparation
 
@@ -25,24 +25,61 @@ _UNREADABLE = (
 _FILES = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"], "val": ["test_batch"]}
 
 
-class _ArraysOnly(pickle.Unpickler):
+class _DataType:
+    """numpy.dtype in a pickle: of integers only, so that nothing damaged is ever numpy's to interpret."""
+
+    def __init__(self, name, *_):
+        self.name = name.decode() if isinstance(name, bytes) else name
+        if self.name not in ("u1", "i1", "i2", "i4", "i8"):
+            raise pickle.UnpicklingError(f"its arrays are of {self.name!r}, not of integers")
+
+    def __setstate__(self, state):
+        if state[1] in (">", b">"):
+            self.name = ">" + self.name
+
+
+class _Array:
+    """numpy.ndarray in a pickle: `values` once all is read."""
+
+    def __setstate__(self, state):
+        _, shape, data_type, in_fortran_order, raw = state
+        self.values = np.frombuffer(raw, data_type.name).reshape(shape, order="F" if in_fortran_order else "C")
+
+
+def _bytes_from_text(text: str, encoding: str) -> bytes:
+    """_codecs.encode: how Python 3 writes bytes for Python 2."""
+    return text.encode("latin1")
+
+
+class _ArraysOnly(CheckedUnpickler):
     """Reads numpy arrays, bytes, text, numbers, lists and dicts; anything else in a pickle is refused unread."""
 
-    _ALLOWED = {
-        ("numpy.core.multiarray", "_reconstruct"),
-        ("numpy._core.multiarray", "_reconstruct"),
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-        ("_codecs", "encode"),
+    # numpy renamed its inner package in version 2; files keep the old name.
+    _FOUND = {
+        ("numpy.core.multiarray", "_reconstruct"): lambda *_: _Array(),
+        ("numpy._core.multiarray", "_reconstruct"): lambda *_: _Array(),
+        ("numpy", "ndarray"): _Array,
+        ("numpy", "dtype"): _DataType,
+        ("_codecs", "encode"): _bytes_from_text,
     }
 
     def find_class(self, module: str, name: str):
-        if (module, name) not in self._ALLOWED:
+        if (module, name) not in self._FOUND:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        # numpy renamed its inner package in version 2; files keep the old name.
-        if module.startswith("numpy") and name == "_reconstruct":
-            module = np.ndarray.__reduce__(np.zeros(1))[0].__module__
-        return super().find_class(module, name)
+        return self._FOUND[module, name]
+
+
+def _integers(values) -> np.ndarray:
+    """An array, or a list of numbers, as int64 or as it is.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(values, _Array):
+        return values.values
+    if isinstance(values, list) and all(isinstance(value, int) for value in values):
+        return np.array(values, dtype=np.int64)
+    raise ValueError(f"numbers are expected, not {type(values).__name__}")
 
 
 def read_batch(path: str):
@@ -55,9 +92,9 @@ def read_batch(path: str):
     """
     try:
         with open(path, "rb") as f:
-            batch = _ArraysOnly(io.BytesIO(f.read()), encoding="bytes").load()
-        images = np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, _SIDE, _SIDE)
-        labels = np.asarray(batch.get(b"labels", batch.get(b"fine_labels")), dtype=np.int64)
+            batch = _ArraysOnly(f.read(), encoding="bytes").load()
+        images = _integers(batch[b"data"]).astype(np.uint8).reshape(-1, 3, _SIDE, _SIDE)
+        labels = _integers(batch.get(b"labels", batch.get(b"fine_labels"))).astype(np.int64)
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror}") from None
     except _UNREADABLE as error:

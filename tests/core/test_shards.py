@@ -82,6 +82,8 @@ DAMAGES = {
     "a missing shard": lambda folder: largest_file(folder).unlink(),
     "no description": lambda folder: (folder / ".metadata").unlink(),
     "half a description": lambda folder: os.truncate(folder / ".metadata", 100),
+    # It numbers a value 2**31, and room for so many takes more memory than there is.
+    "a greedy description": lambda folder: (folder / ".metadata").write_bytes(b"}r\x00\x00\x00\x80."),
     "no plain data": lambda folder: (folder / "run.pyth").unlink(),
 }
 

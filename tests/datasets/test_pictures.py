@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import resource
+import struct
 
 import cv2
 import numpy as np
@@ -351,7 +353,6 @@ class Attack:
         return (os.mkdir, ("attacked",))
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_damaged_batches_are_named_in_one_line(tmp_path):
     data = {b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [1, 2]}
     rng, path = np.random.default_rng(0), tmp_path / "test_batch"
@@ -366,6 +367,33 @@ def test_damaged_batches_are_named_in_one_line(tmp_path):
                 cifar10.read_batch(str(path))
             except UserError as error:
                 assert "test_batch" in str(error) and "\n" not in str(error)
+
+
+# Each would take gigabytes, were it believed.
+GREEDY = {
+    "a number": pickle.EMPTY_DICT + pickle.LONG_BINPUT + struct.pack("<I", 2**31) + pickle.STOP,
+    "a number in text": pickle.EMPTY_DICT + pickle.PUT + b"2147483648\n" + pickle.STOP,
+    "a length": pickle.BYTEARRAY8 + struct.pack("<Q", 2**36) + b"few" + pickle.STOP,
+    "a shape": pickle.dumps({b"data": np.zeros(3, np.uint8)}, 2).replace(b"K\x03\x85", b"J\xff\xff\xff\x7f\x85"),
+}
+
+
+@pytest.mark.parametrize("size", GREEDY)
+def test_a_batch_takes_no_more_memory_than_its_file(tmp_path, size):
+    (tmp_path / "test_batch").write_bytes(GREEDY[size])
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + 2**30, limit[1]))
+    try:
+        with pytest.raises(UserError, match="test_batch: is not a CIFAR-10 python batch") as error:
+            cifar10.read_batch(str(tmp_path / "test_batch"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert "MemoryError" not in str(error.value)
+
+
+def _address_space():
+    with open("/proc/self/statm", encoding="utf-8") as f:
+        return int(f.read().split()[0]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize("content", [Attack(), {b"data": Attack()}, torch.zeros(2), [1], {b"data": b"x"}])
