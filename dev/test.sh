@@ -5,4 +5,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source dev/setup_env.sh test
 # One thread per process, since processes run side by side.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# A worker that dies isn't replaced: pytest-xdist would hand its file to the next one and then wait forever.
+exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"

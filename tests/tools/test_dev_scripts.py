@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
@@ -42,3 +44,17 @@ def test_gpu_check_keeps_to_its_time(tmp_path):
 def test_gpu_check_refuses_unknown_arguments():
     done = run("bash", "dev/gpu_check.sh", "--devise", "cpu")
     assert done.returncode == 2 and "unknown argument '--devise'" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["os._exit(9)", "time.sleep(100)"])
+def test_a_worker_that_dies_or_hangs_ends_the_test_run_by_name(tmp_path, how):
+    if not os.path.exists(os.path.join(sys.prefix, ".pycls-test")):
+        pytest.skip("needs an environment that dev/test.sh made, else it would install one")
+    for number in range(6):
+        ill = f"    if {number == 3} and i == 5:\n        {how}\n"
+        text = f"import os, time, pytest\n@pytest.mark.parametrize('i', range(8))\ndef test_it(i):\n{ill}"
+        (tmp_path / f"test_{number}.py").write_text(text)
+    words = ("bash", "dev/test.sh", "-c", "pyproject.toml", "-o", "faulthandler_timeout=3", "-o", "pythonpath=")
+    done = run(*words, str(tmp_path), VIRTUAL_ENV=sys.prefix)
+    assert done.returncode == 1 and "crashed while running" in done.stdout, done.stdout + done.stderr
+    assert "test_3.py::test_it[5]" in done.stdout and "1 failed" in done.stdout
