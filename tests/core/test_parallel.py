@@ -17,8 +17,9 @@ MODEL: {TYPE: vit, NUM_CLASSES: 10}
 VIT: {PATCH_SIZE: 4, HIDDEN_DIM: 16, MLP_DIM: 32, NUM_HEADS: 2, NUM_LAYERS: 2}
 LN: {USE_CUSTOM_WEIGHT_DECAY: true}
 """
+# A smooth activation: at a kink, rounding decides which side a value takes, and its gradient jumps.
 REGNET = """
-MODEL: {TYPE: regnet, NUM_CLASSES: 10}
+MODEL: {TYPE: regnet, NUM_CLASSES: 10, ACTIVATION_FUN: silu}
 REGNET: {DEPTH: 3, W0: 8, WA: 8.0, WM: 2.0, GROUP_W: 4, STEM_W: 8, SE_ON: true}
 BN: {USE_CUSTOM_WEIGHT_DECAY: true}
 """
