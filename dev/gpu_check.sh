@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can tell, in under 8 minutes on an NVIDIA H200: CUDA tests, the ladder on ViT-H/16 with
 # memory by optimisation (and ViT-L and ViT-B shortened), sharding by torch and FairScale with one rank, other libraries
-# side by side. At most 8 JSON and PNG files go to $OUT.
+# side by side, padded tokens (printed). At most 8 JSON and PNG files go to $OUT.
 #     OUT=results dev/gpu_check.sh [--device cuda|cpu] [--tiny]
 # LIMIT (470) is how many seconds it may take: the last part is cut short. --device cpu --tiny is a dry run of the script
 # itself: small models, few steps. The packages are those of the current interpreter (PYTHON); nothing is installed.
@@ -65,6 +65,7 @@ if [ -n "$tiny" ]; then
     kinds=json ladder sharding 90 --cfg configs/vit/ViT-B16_baseline_224.yaml --steps baseline mta fairscale --group \
         --batch 2 --larger-batch 2 $small
     peers 120 --shapes tiny --batch 2 --rounds 1 --steps 1
+    step "token counts" 60 "$python" dev/bench_tokens.py --device "$device" --shape tiny --batch 2 --rounds 1
 else
     few="PREC_TIME.WARMUP_ITER 1 PREC_TIME.NUM_ITER 4"
     # Batch 560 of a ViT-H takes 135 GiB of activations at best: in 4 passes every row fits into 139 GiB.
@@ -82,6 +83,7 @@ else
     ladder L16 75 --cfg configs/vit/ViT-L16_baseline_224.yaml --steps baseline everything --batch 128 --larger-batch 256 $few
     # shellcheck disable=SC2086
     ladder B16 75 --cfg configs/vit/ViT-B16_baseline_224.yaml --steps baseline everything --batch 256 --larger-batch 512 $few
+    optional=1 step "token counts" 30 "$python" dev/bench_tokens.py --device "$device" --shape L16 --layers 4 --batch 128
     # shellcheck disable=SC2086
     optional=1 ladder H16 300 $h16 --steps baseline mta pooled batch_second larger_batch px256 fp16 sdpa bf16 fused compile \
         everything everything_batch_first baseline_px256 --passes 4 $few

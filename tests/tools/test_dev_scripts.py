@@ -23,6 +23,7 @@ def test_gpu_check_runs_dry_on_the_cpu(tmp_path):
     assert rows["sdpa"]["ratio"] > 0 and "emulated" in rows["fp16"]["reason"]
     rows = {entry["name"]: entry for entry in json.loads((tmp_path / "ladder_sharding.json").read_text())}
     assert rows["mta"]["ratio"] > 0 and "shard" not in rows["mta"]["note"] and "streams" in rows["fairscale"]["reason"]
+    assert "| pooled | 4 | 200 |" in done.stdout and "| token | 11 | 208 |" in done.stdout
     for row in json.loads((tmp_path / "peers.json").read_text()):
         libraries = row["libraries"]
         # The class token is a parameter and a position more than the mean.
